@@ -1,0 +1,90 @@
+"""Every error tierstore raises on purpose. Nothing else is raised for a condition a user can meet.
+
+    TierstoreError
+    +-- PolicyError (ValueError)            a setting is wrong: names the file, the key's path, what was found
+    +-- StateDictError (ValueError)         state to be loaded does not fit these parameters
+    +-- CapacityError (RuntimeError)        a tier has too little room: names the numbers and the setting to raise
+    +-- SwapError (OSError)                 a swap folder or file cannot be used; `errno` and `filename` are set
+    |   +-- DiskFullError                   the bytes to reserve are not free; the disk is left as it was
+    |   +-- TransferError                   a read or a write of a chunk failed, its source is still valid
+    |       +-- TransferTimeoutError        it took longer than io.timeout
+    +-- TransferCancelledError              a transfer never began, because one it had to follow failed
+    +-- AlignmentError (ValueError)         a direct request whose address, offset or length is not a multiple of 4096
+    +-- EngineUnavailableError (ImportError)  the engine asked for cannot run on this machine
+    +-- StoreClosedError (RuntimeError)     use after close()
+    |   +-- ForkedStoreError                use in a child process of the one that made the store
+    +-- WrongThreadError (RuntimeError)     use from a second thread while the first one is inside
+    +-- FailedStepError (RuntimeError)      a step broke off half-way; the store refuses more until state is loaded
+    +-- LeaseError (RuntimeError)           a chunk that is leased would have to move, or a lease was misused
+    +-- InvariantError (AssertionError)     store.check() found the store inconsistent: a fault of tierstore's own
+"""
+
+from __future__ import annotations
+
+
+class TierstoreError(Exception):
+    """The root of every error raised by tierstore."""
+
+
+class PolicyError(TierstoreError, ValueError):
+    """A policy names an unknown key or tier, or a value outside what is allowed."""
+
+
+class StateDictError(TierstoreError, ValueError):
+    """Optimizer state that was to be loaded does not fit the parameters; nothing was changed."""
+
+
+class CapacityError(TierstoreError, RuntimeError):
+    """A tier has fewer extents than are needed; raised before any byte moves."""
+
+
+class SwapError(TierstoreError, OSError):
+    """A swap folder or swap file cannot be used."""
+
+
+class DiskFullError(SwapError):
+    """The swap space asked for is not free; whatever had been reserved was given back."""
+
+
+class TransferError(SwapError):
+    """Bytes could not be read or written; the copy they came from is still the valid one."""
+
+
+class TransferTimeoutError(TransferError):
+    """A transfer was not done within `io.timeout`."""
+
+
+class TransferCancelledError(TierstoreError):
+    """A transfer never began because one that it had to follow failed."""
+
+
+class AlignmentError(TierstoreError, ValueError):
+    """A request to a file opened with O_DIRECT is not aligned to 4096 bytes."""
+
+
+class EngineUnavailableError(TierstoreError, ImportError):
+    """The I/O engine asked for is not installed or cannot run here."""
+
+
+class StoreClosedError(TierstoreError, RuntimeError):
+    """The store has been closed."""
+
+
+class ForkedStoreError(StoreClosedError):
+    """The store belongs to the parent of this process."""
+
+
+class WrongThreadError(TierstoreError, RuntimeError):
+    """A second thread called the store while another one was inside."""
+
+
+class FailedStepError(TierstoreError, RuntimeError):
+    """An earlier step broke off half-way, so parameters and state no longer belong to one step."""
+
+
+class LeaseError(TierstoreError, RuntimeError):
+    """A leased chunk was asked to move, or a lease was used outside its rules."""
+
+
+class InvariantError(TierstoreError, AssertionError):
+    """The store's own records contradict each other."""
