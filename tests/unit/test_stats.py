@@ -1,0 +1,131 @@
+"""Counters and histograms: sums are exact, percentiles are within 5 %, a snapshot stays as it was taken."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.stats import Histogram, IoStats, Recorder, RouteStats, Stats, StepStats, TierStats
+
+IO = IoStats(engine="threads", direct=True, paths=("/mnt/a", "/mnt/b"))
+TIERS = {"cpu": TierStats(capacity_bytes=8, used_bytes=4, peak_bytes=6, chunks=2)}
+
+durations = st.floats(-6, 3).map(lambda exponent: 10.0**exponent) | st.floats(1e-6, 1e3)
+
+
+def histogram_of(seconds: list[float]) -> Histogram:
+    histogram = Histogram()
+    for value in seconds:
+        histogram.record(value)
+    return histogram
+
+
+@settings(deadline=None)
+@given(st.lists(durations, min_size=1, max_size=300), st.sampled_from([0, 1, 5, 25, 50, 75, 90, 95, 99, 100]))
+def test_percentile_is_within_5_percent_of_numpy(seconds, q):
+    expected = np.percentile(seconds, q, method="inverted_cdf")
+    assert histogram_of(seconds).percentile(q) == pytest.approx(expected, rel=0.05)
+
+
+@settings(deadline=None)
+@given(st.lists(durations, min_size=1, max_size=50), st.floats(0, 100), st.floats(0, 100))
+def test_percentiles_are_ordered(seconds, one, other):
+    histogram = histogram_of(seconds)
+    assert histogram.percentile(min(one, other)) <= histogram.percentile(max(one, other))
+    assert histogram.count == len(seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nearest"), [(0.0, 1e-6), (-1.0, 1e-6), (1e-9, 1e-6), (1e6, 1e3), (float("inf"), 1e3)]
+)
+def test_duration_out_of_range_counts_at_the_nearer_end(seconds, nearest):
+    histogram = histogram_of([seconds])
+    assert histogram.count == 1
+    assert histogram.percentile(50) == pytest.approx(nearest, rel=0.05)
+
+
+def test_empty_histogram_answers_zero():
+    assert Histogram().percentile(50) == 0.0 and Histogram().count == 0
+
+
+@pytest.mark.parametrize("q", [-1, 100.1, float("nan")])
+def test_percentile_outside_0_to_100_is_an_error(q):
+    with pytest.raises(ValueError, match="allowed: 0 to 100"):
+        histogram_of([1.0]).percentile(q)
+
+
+def test_fresh_recorder_has_no_routes_and_no_steps():
+    assert Recorder().snapshot(TIERS, IO) == Stats(tiers=TIERS, routes={}, step=StepStats(0, 0.0, 0.0, 0, 0), io=IO)
+
+
+moves = st.tuples(st.sampled_from(["gpu", "cpu"]), st.sampled_from(["cpu", "nvme"]), st.integers(0, 2**40), durations)
+
+
+@settings(deadline=None)
+@given(st.lists(moves, max_size=100))
+def test_routes_are_sums_of_their_moves(moves):
+    recorder = Recorder()
+    for move in moves:
+        recorder.record_move(*move)
+    routes = recorder.snapshot(TIERS, IO).routes
+    assert set(routes) == {f"{source}->{destination}" for source, destination, _, _ in moves}
+    for name, route in routes.items():
+        own = [move for move in moves if f"{move[0]}->{move[1]}" == name]
+        seconds = [move[3] for move in own]
+        assert (route.moves, route.bytes) == (len(own), sum(move[2] for move in own))
+        assert route.seconds == pytest.approx(sum(seconds))
+        expected_ms = np.percentile(seconds, [50, 95, 99], method="inverted_cdf") * 1e3
+        assert (route.p50_ms, route.p95_ms, route.p99_ms) == pytest.approx(tuple(expected_ms), rel=0.05)
+
+
+def test_steps_add_up():
+    recorder = Recorder()
+    recorder.record_step(0.5, 0.25, 100, 200)
+    recorder.record_step(update_seconds=1.0, wait_seconds=0.0, bytes_read=1, bytes_written=2)
+    assert recorder.snapshot(TIERS, IO).step == StepStats(2, 1.5, 0.25, 101, 202)
+
+
+def test_snapshot_never_changes():
+    recorder, tiers = Recorder(), dict(TIERS)
+    recorder.record_move("cpu", "nvme", 10, 0.001)
+    snapshot = recorder.snapshot(tiers, IO)
+    before = snapshot.to_dict()
+    recorder.record_move("cpu", "nvme", 10, 0.001)
+    recorder.record_move("nvme", "cpu", 10, 0.001)
+    recorder.record_step(1.0, 1.0, 1, 1)
+    tiers.clear()
+    assert snapshot.to_dict() == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        snapshot.step = StepStats()  # type: ignore[misc]
+
+
+def test_dict_is_what_json_gives_back():
+    recorder = Recorder()
+    recorder.record_move("cpu", "nvme", 10, 0.001)
+    recorder.record_step(1.0, 0.5, 10, 0)
+    found = recorder.snapshot(TIERS, IO).to_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["tiers"] == {"cpu": {"capacity_bytes": 8, "used_bytes": 4, "peak_bytes": 6, "chunks": 2}}
+    assert list(found["routes"]["cpu->nvme"]) == [item.name for item in dataclasses.fields(RouteStats)]
+    assert found["step"] == {
+        "count": 1,
+        "update_seconds": 1.0,
+        "wait_seconds": 0.5,
+        "bytes_read": 10,
+        "bytes_written": 0,
+    }
+    assert found["io"] == {"engine": "threads", "direct": True, "paths": ["/mnt/a", "/mnt/b"]}
+
+
+def test_snapshot_survives_copies():
+    recorder = Recorder()
+    recorder.record_move("cpu", "nvme", 10, 0.001)
+    snapshot = recorder.snapshot(TIERS, IO)
+    assert copy.deepcopy(snapshot) == snapshot == pickle.loads(pickle.dumps(snapshot))

@@ -1,0 +1,348 @@
+"""The schema of a policy: every section and key, with its type and default.
+
+Turns a mapping, a YAML file or nothing into one frozen `TierPolicy`, or raises `PolicyError` with one line per problem.
+Never looks at the machine: `auto` stays `auto` until `build` resolves it, and the only files touched are the policy's
+own and the links of swap paths, to find one folder named twice. Invariant: a `TierPolicy` that exists is valid,
+hashable and never changes, and `to_yaml()` writes a text that loads as an equal policy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from tierstore.errors import PolicyError
+from tierstore.units import (
+    Auto,
+    AutoSwitch,
+    Capacity,
+    Choice,
+    ChunkSize,
+    Device,
+    Folders,
+    Fraction,
+    Pattern,
+    Percent,
+    QueueDepth,
+    RequestSize,
+    Seconds,
+    Switch,
+    ThreadCount,
+    one_line,
+    parse_list,
+    reader,
+    shown,
+)
+
+__all__ = [
+    "TIER_NAMES",
+    "Auto",
+    "Capacity",
+    "CpuTier",
+    "GpuTier",
+    "IoSettings",
+    "NvmeTier",
+    "Percent",
+    "PlacementRule",
+    "StateSettings",
+    "TierName",
+    "TierPolicy",
+    "Tiers",
+    "Watermarks",
+]
+
+TierName = Literal["gpu", "cpu", "nvme"]
+TIER_NAMES: tuple[TierName, ...] = get_args(TierName)
+"""Every tier there can be, fastest first."""
+
+
+class _Section(BaseModel):
+    """A frozen part of the policy; its constructor, too, raises `PolicyError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, /, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise _policy_error(error, type(self), "policy") from error
+
+    # pydantic's mark of its own constructor: nested sections skip this one, and their errors keep the whole path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+class Watermarks(_Section):
+    """How full a memory may be: above `high` chunks spill, below `low` they come back. Give both or neither."""
+
+    high: Fraction
+    low: Fraction
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"found low {self.low} above high {self.high}; allowed: low at most high")
+        return self
+
+
+class GpuTier(_Section):
+    """Memory of an accelerator, or host memory in its stead."""
+
+    device: Device = "auto"
+    capacity: Capacity = "auto"
+    required: Switch = False
+    watermarks: Watermarks = Watermarks(high=0.90, low=0.80)
+
+
+class CpuTier(_Section):
+    """Host memory, page-locked where that pays."""
+
+    capacity: Capacity = "auto"
+    pin_memory: AutoSwitch = "auto"
+    watermarks: Watermarks = Watermarks(high=0.85, low=0.75)
+
+
+class IoSettings(_Section):
+    """How swap files are read and written. `request_size` is in bytes, `timeout` in seconds."""
+
+    engine: Annotated[Literal["auto", "threads", "libaio", "aiofiles"], Choice()] = "auto"
+    threads: ThreadCount = "auto"
+    queue_depth: QueueDepth = "auto"
+    request_size: RequestSize = "auto"
+    direct: AutoSwitch = "auto"
+    checksum: Annotated[bool, Choice(later=(True,))] = False
+    timeout: Seconds = 60.0
+
+
+class NvmeTier(_Section):
+    """Reserved swap files, striped over the folders of `paths`."""
+
+    capacity: Capacity = "auto"
+    paths: Folders = "auto"
+    io: IoSettings = IoSettings()
+
+
+class Tiers(_Section):
+    """The tiers there are; None stands for a tier left out."""
+
+    gpu: GpuTier | None = None
+    cpu: CpuTier | None = None
+    nvme: NvmeTier | None = None
+
+    @property
+    def names(self) -> tuple[TierName, ...]:
+        """Name the tiers that are present, fastest first."""
+        return tuple(name for name in TIER_NAMES if getattr(self, name) is not None)
+
+    @model_validator(mode="after")
+    def _check_any(self) -> Self:
+        if not self.names:
+            raise ValueError(f"found no tier; allowed: at least one of {', '.join(TIER_NAMES)}")
+        return self
+
+
+class PlacementRule(_Section):
+    """Parameters whose names match `params` have their home in `tier`."""
+
+    params: Pattern
+    tier: Annotated[TierName, Choice()]
+
+    def matches(self, name: str) -> bool:
+        """Say whether a parameter's name matches; upper and lower case differ on every platform."""
+        return fnmatch.fnmatchcase(name, self.params)
+
+
+class StateSettings(_Section):
+    """How each field is stored."""
+
+    master: Annotated[Literal["auto", "none", "float32", "split"], Choice(later=("split",))] = "auto"
+    moments: Annotated[Literal["float32", "parameter"], Choice(later=("parameter",))] = "float32"
+
+
+_ReadRules = BeforeValidator(reader(parse_list, "a list of rules, as [{params: '*embed*', tier: cpu}]"))
+
+
+class TierPolicy(_Section):
+    """Everything a user may decide; the files in configs/ explain each key. `chunk_size` is in bytes."""
+
+    version: Annotated[Literal[1], Choice()] = 1
+    chunk_size: ChunkSize = "auto"
+    compute: Annotated[Literal["auto", "cpu", "device"], Choice()] = "auto"
+    order: Annotated[Literal["auto", "alternating", "fixed"], Choice()] = "auto"
+    check_parameters: Switch = True
+    tiers: Tiers
+    placement: Annotated[tuple[PlacementRule, ...], _ReadRules] = ()
+    state: StateSettings = StateSettings()
+
+    @classmethod
+    def load(
+        cls,
+        source: TierPolicy | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        tiers: Sequence[str] | None = None,
+    ) -> TierPolicy:
+        """Read a policy from a mapping or a YAML file; `tiers` selects from it. None is every tier with its defaults.
+
+        Raises PolicyError with one line per problem: file (or `policy`), dotted key, what was found, what is allowed.
+        """
+        name = _source_name(source)
+        policy = source if isinstance(source, TierPolicy) else cls._validate(_settings(source, name), name)
+        return policy if tiers is None else policy._select(tiers, name)
+
+    def to_yaml(self) -> str:
+        """Write every setting, defaults too, as YAML that loads as an equal policy."""
+        return str(yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False))
+
+    @classmethod
+    def _validate(cls, settings: object, name: str) -> Self:
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            raise _policy_error(error, cls, name) from error
+
+    def _select(self, tiers: object, name: str) -> Self:
+        selection = Tiers(**{tier: getattr(self.tiers, tier) for tier in _selected(tiers, self.tiers.names, name)})
+        return self._validate({**dict(self), "tiers": selection}, name)
+
+    @model_validator(mode="after")
+    def _check_placement(self) -> Self:
+        present = self.tiers.names
+        homeless = [(index, rule.tier) for index, rule in enumerate(self.placement) if rule.tier not in present]
+        if homeless:
+            allowed = f"a tier of this policy ({', '.join(present)})"
+            problems = [_problem(("placement", index, "tier"), tier, allowed) for index, tier in homeless]
+            raise ValidationError.from_exception_data("TierPolicy", problems)
+        return self
+
+
+# Reading: from what a caller may pass to plain settings.
+
+
+def _source_name(source: object) -> str:
+    return os.fsdecode(source) if isinstance(source, str | os.PathLike) else "policy"
+
+
+def _settings(source: object, name: str) -> object:
+    if source is None:
+        return {"tiers": {tier: {} for tier in TIER_NAMES}}
+    if isinstance(source, Mapping):
+        return _with_sections(source)
+    if isinstance(source, str | os.PathLike):
+        return _with_sections(_read_yaml(name))
+    raise PolicyError(f"{name}: found {shown(source)}; allowed: a TierPolicy, a mapping, or the path of a YAML file")
+
+
+def _read_yaml(path: str) -> Mapping[Any, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            settings = yaml.load(file, _UniqueKeyLoader)
+    except Exception as error:  # PyYAML also lets ValueError, LookupError and RecursionError through
+        raise PolicyError(f"{path}: cannot be read as a YAML policy: {one_line(str(error))}") from error
+    if not isinstance(settings, Mapping):
+        found = "nothing, the file is empty" if settings is None else shown(settings)
+        raise PolicyError(f"{path}: found {found}; allowed: {_keys_text(TierPolicy)}")
+    return settings
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice, where YAML silently keeps the last."""
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:  # before merge keys (<<) are resolved: those may be overridden
+            if (key.tag, str(key.value)) in seen:
+                raise yaml.MarkedYAMLError(problem=f"found the key {key.value!r} twice", problem_mark=key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        return node
+
+
+_SECTIONS: dict[str, Any] = {"tiers": {"gpu": {}, "cpu": {}, "nvme": {"io": {}}}, "placement": (), "state": {}}
+
+
+def _with_sections(settings: object, sections: Any = _SECTIONS) -> object:
+    """Read a section without content, which YAML gives as null, as one where every key has its default."""
+    if settings is None:
+        return type(sections)()
+    if not isinstance(settings, Mapping):
+        return settings
+    return {key: _with_sections(value, sections[key]) if key in sections else value for key, value in settings.items()}
+
+
+def _selected(tiers: object, present: tuple[TierName, ...], name: str) -> tuple[TierName, ...]:
+    if isinstance(tiers, str):
+        hint = tiers.replace(",", " ").split()
+        raise PolicyError(f"{name}: tiers: found the text {shown(tiers)}; allowed: a list, as tiers={shown(hint)}")
+    if not isinstance(tiers, Sequence) or not tiers:
+        raise PolicyError(
+            f"{name}: tiers: found {shown(tiers)}; allowed: a list of one or more of {', '.join(present)}"
+        )
+    for tier in tiers:
+        if tier not in present:
+            known = "which this policy lacks" if tier in TIER_NAMES else "which is no tier"
+            raise PolicyError(f"{name}: tiers: found {shown(tier)}, {known}; allowed: {', '.join(present)}")
+        if list(tiers).count(tier) > 1:
+            raise PolicyError(f"{name}: tiers: found {shown(tier)} {list(tiers).count(tier)} times; allowed: once")
+    return tuple(tier for tier in present if tier in tiers)
+
+
+# Errors: from pydantic's details to one line per problem.
+
+
+def _policy_error(error: ValidationError, section: type[BaseModel], name: str) -> PolicyError:
+    return PolicyError("\n".join(f"{name}: {line}" for line in _lines(error, section)))
+
+
+def _lines(error: ValidationError, section: type[BaseModel]) -> Iterator[str]:
+    for detail in error.errors(include_url=False):
+        path = ".".join(_key_text(key) for key in detail["loc"])
+        yield f"{path}: {_text(detail, section)}" if path else _text(detail, section)
+
+
+def _text(detail: ErrorDetails, section: type[BaseModel]) -> str:
+    path, parent = detail["loc"], detail["loc"][:-1]
+    match detail["type"]:
+        case "extra_forbidden" | "invalid_key":
+            nearest = difflib.get_close_matches(str(path[-1]), _section_at(section, parent).model_fields, n=1)
+            hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
+            return f"unknown key{hint} allowed: {_keys_text(section, parent)}"
+        case "missing":
+            return f"missing; allowed: {_keys_text(section, path)}"
+        case "model_type":
+            return f"found {shown(detail['input'])}; allowed: {_keys_text(section, path)}"
+        case "value_error":
+            return str(detail["ctx"]["error"])
+        case _:
+            return detail["msg"]
+
+
+def _problem(path: tuple[str | int, ...], value: object, allowed: str) -> InitErrorDetails:
+    kind = PydanticCustomError(
+        "policy", "found {found}; allowed: {allowed}", {"found": shown(value), "allowed": allowed}
+    )
+    return InitErrorDetails(type=kind, loc=path, input=value)
+
+
+def _section_at(section: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
+    """Find the section that a path leads to, or for a single setting the section it is in."""
+    for key in path:
+        if isinstance(key, str):
+            annotation = section.model_fields[key].annotation
+            parts = (annotation, *get_args(annotation))
+            section = next((part for part in parts if isinstance(part, type(BaseModel))), section)
+    return section
+
+
+def _keys_text(section: type[BaseModel], path: tuple[str | int, ...] = ()) -> str:
+    return f"a mapping with the keys {', '.join(_section_at(section, path).model_fields)}"
+
+
+def _key_text(key: str | int) -> str:
+    return str(key) if re.fullmatch(r"[\w*-]{1,60}", str(key)) else shown(key)

@@ -1,0 +1,156 @@
+"""Counters and latency histograms per route, read as one frozen snapshot.
+
+`Recorder` is owned by the control thread: it takes no lock and is never called by a worker. What tiers and engines know
+of themselves (fill, chunks, paths) is not counted here but handed to `snapshot`, so that every number has one owner.
+Invariant: memory is fixed per route, and a snapshot never changes after it was taken. Bytes are bytes, times are
+seconds unless a name says `_ms`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_LEAST_SECONDS = 1e-6
+_MOST_SECONDS = 1e3
+_BUCKETS_PER_DECADE = 48  # bounds 4.9 % apart: a bucket's middle is within 2.5 % of everything in it
+_BUCKETS = _BUCKETS_PER_DECADE * 9  # 1 us to 1,000 s
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier now; `peak_bytes` is the most it ever had in use."""
+
+    capacity_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStats:
+    """All moves from one tier to another since the store was made; the percentiles are of one move's latency."""
+
+    moves: int
+    bytes: int
+    seconds: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Sums over all optimizer steps since the store was made."""
+
+    count: int = 0
+    update_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IoStats:
+    """What swap files are read and written with."""
+
+    engine: str
+    direct: bool
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A store at one moment. Routes are keyed `cpu->nvme`; one without a move yet has no entry."""
+
+    tiers: Mapping[str, TierStats]
+    routes: Mapping[str, RouteStats]
+    step: StepStats
+    io: IoStats
+
+    def to_dict(self) -> dict[str, Any]:
+        """Answer the same as plain dicts, lists and numbers, equal to what JSON gives back."""
+        io = {**asdict(self.io), "paths": list(self.io.paths)}
+        return {"tiers": _plain(self.tiers), "routes": _plain(self.routes), "step": asdict(self.step), "io": io}
+
+
+class Histogram:
+    """Counts durations in buckets of equal ratio from 1 us to 1,000 s; what lies outside counts at the nearer end."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * _BUCKETS
+
+    @property
+    def count(self) -> int:
+        """How many durations were recorded."""
+        return sum(self._counts)
+
+    def record(self, seconds: float) -> None:
+        """Count one duration."""
+        decades = math.log10(min(max(seconds, _LEAST_SECONDS), _MOST_SECONDS) / _LEAST_SECONDS)
+        self._counts[min(int(decades * _BUCKETS_PER_DECADE), _BUCKETS - 1)] += 1
+
+    def percentile(self, q: float) -> float:
+        """Answer the seconds that `q` percent (0 to 100) of the durations do not exceed, within 5 %; 0.0 when empty.
+
+        The nearest rank, numpy's `method="inverted_cdf"`: always a duration that occurred, never one between two.
+        """
+        if not 0 <= q <= 100:
+            raise ValueError(f"found percentile {q}; allowed: 0 to 100")
+        rank = max(1, math.ceil(self.count * q / 100))
+        below = 0
+        for bucket, count in enumerate(self._counts):
+            below += count
+            if below >= rank:
+                return _LEAST_SECONDS * 10 ** ((bucket + 0.5) / _BUCKETS_PER_DECADE)
+        return 0.0
+
+
+@dataclass(slots=True)
+class _Route:
+    """What was moved along one route; the histogram also counts the moves."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    latency: Histogram = field(default_factory=Histogram)
+
+    def stats(self) -> RouteStats:
+        p50_ms, p95_ms, p99_ms = (self.latency.percentile(q) * 1e3 for q in (50, 95, 99))
+        return RouteStats(self.latency.count, self.bytes, self.seconds, p50_ms, p95_ms, p99_ms)
+
+
+class Recorder:
+    """The counters of one store, only ever added to."""
+
+    def __init__(self) -> None:
+        self._routes: dict[str, _Route] = {}
+        self._step = StepStats()
+
+    def record_move(self, source: str, destination: str, nbytes: int, seconds: float) -> None:
+        """Add one committed move of `nbytes` that took `seconds`."""
+        route = self._routes.setdefault(f"{source}->{destination}", _Route())
+        route.bytes += nbytes
+        route.seconds += seconds
+        route.latency.record(seconds)
+
+    def record_step(self, update_seconds: float, wait_seconds: float, bytes_read: int, bytes_written: int) -> None:
+        """Add one finished step: time in the update, time waiting for moves, bytes from and to swap files."""
+        step = self._step
+        self._step = StepStats(
+            count=step.count + 1,
+            update_seconds=step.update_seconds + update_seconds,
+            wait_seconds=step.wait_seconds + wait_seconds,
+            bytes_read=step.bytes_read + bytes_read,
+            bytes_written=step.bytes_written + bytes_written,
+        )
+
+    def snapshot(self, tiers: Mapping[str, TierStats], io: IoStats) -> Stats:
+        """Read everything at once, with what the tiers and the engine say of themselves."""
+        routes = {name: route.stats() for name, route in self._routes.items()}
+        return Stats(tiers=dict(tiers), routes=routes, step=self._step, io=io)
+
+
+def _plain(stats: Mapping[str, TierStats] | Mapping[str, RouteStats]) -> dict[str, Any]:
+    return {name: asdict(value) for name, value in stats.items()}
