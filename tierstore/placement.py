@@ -1,0 +1,184 @@
+"""Chooses homes and sizes tiers. Pure: from counts and capacities to tier names and extents, or to a CapacityError.
+
+A home is room reserved between steps; the extents of a tier that are nobody's home are the pool through which the
+other chunks pass, and which keeps as many of them as it can. Naming a tier (a group's `tier` key, a placement rule)
+always wins. Without a name, device chunks have their home on the device as far as it has room, the others on nvme as
+far as it has room when the order alternates (the cpu tier is then one pool), or in cpu, spread, when it is fixed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tierstore.errors import CapacityError
+
+ENOUGH_EXTENTS = 3
+"""Extents, over and above homes, with which any step can be made in a tier that chunks pass through."""
+PIPELINE_EXTENTS = 8
+"""Extents beyond which a deeper pipeline was measured to gain nothing."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One chunk looking for a home: the tier it is used in, and the tier it was told to live in, if any."""
+
+    compute: str
+    named: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a tier has: its extents, and whether chunks may have their home there (not in a mere staging area)."""
+
+    extents: int
+    homes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the policy asks of a tier: its extents (None: as many as are needed, up to `limit`)."""
+
+    extents: int | None
+    limit: int | None = None
+    homes: bool = True
+
+
+def size_tiers(needs: Sequence[Need], asked: Mapping[str, Asked], *, order: str) -> dict[str, Room]:
+    """Turn `auto` into extents.
+
+    gpu starts with what chunks stream through when another tier can hold them; cpu gets all it is needed for, up to its
+    limit; nvme gets what has no room above it.
+    """
+    rooms = {tier: Room(len(needs) if ask.extents is None else ask.extents, ask.homes) for tier, ask in asked.items()}
+    for tier, size in (("gpu", _gpu_extents), ("cpu", _cpu_extents), ("nvme", _nvme_extents)):
+        if tier in asked and asked[tier].extents is None:
+            rooms[tier] = Room(size(needs, rooms, asked[tier], order), asked[tier].homes)
+    return rooms
+
+
+def place_homes(needs: Sequence[Need], rooms: Mapping[str, Room], *, order: str, extent_bytes: int) -> list[str]:
+    """Choose the home of each chunk, in order. Raises CapacityError with the numbers when there is no room."""
+    homes = _choose_homes(needs, rooms, order)
+    _check_room(needs, homes, rooms, extent_bytes)
+    return homes
+
+
+def spread(count: int, total: int) -> list[bool]:
+    """Mark `count` of `total` places, as evenly as whole numbers allow."""
+    return [(number + 1) * count // total > number * count // total for number in range(total)]
+
+
+def pipeline_needs(needs: Sequence[Need], homes: Sequence[str]) -> dict[str, int]:
+    """Extents each tier must have besides its homes, for the chunks that pass through it."""
+    passing: Counter[str] = Counter()
+    line = ("gpu", "cpu", "nvme")
+    for need, home in zip(needs, homes, strict=True):
+        compute, end = line.index(need.compute), line.index(home)
+        passing.update(line[rank] for rank in range(min(compute, end), max(compute, end) + 1) if rank != end)
+    return {tier: min(ENOUGH_EXTENTS, count) for tier, count in passing.items()}
+
+
+def auto_chunk_bytes(state_bytes: int, compute_bytes: int | None, *, largest: int = 64 * MIB, smallest: int = 1 << 14) -> int:
+    """Bytes of a chunk: at most `largest`, at least 16 extents in the tier that computes; a whole number of pages."""
+    available = state_bytes if compute_bytes is None else min(state_bytes, compute_bytes)
+    chunk_bytes = max(smallest, min(largest, available // 16))
+    return whole_pages(chunk_bytes)
+
+
+def whole_pages(chunk_bytes: int) -> int:
+    """Round down to what an arena can align: 2 MiB pages for a chunk that large, else 4 KiB."""
+    page = 2 * MIB if chunk_bytes >= 2 * MIB else 4096
+    return chunk_bytes // page * page
+
+
+def _gpu_extents(needs: Sequence[Need], rooms: Mapping[str, Room], ask: Asked, order: str) -> int:
+    on_device = sum(need.compute == "gpu" for need in needs)
+    named = sum(need.named == "gpu" for need in needs)
+    if not _has_other_homes(rooms):
+        return max(on_device, named, 1)
+    return max(1, min(on_device, named + ENOUGH_EXTENTS + 1))
+
+
+def _cpu_extents(needs: Sequence[Need], rooms: Mapping[str, Room], ask: Asked, order: str) -> int:
+    homes = _place_on_device(needs, rooms)
+    off_device = sum(home in (None, "cpu") for home in homes)
+    passing = sum(home == "nvme" for home in homes)
+    wanted = off_device + min(PIPELINE_EXTENTS, passing) if ask.homes else min(PIPELINE_EXTENTS, off_device + passing)
+    return max(1, wanted if ask.limit is None else min(wanted, ask.limit))
+
+
+def _nvme_extents(needs: Sequence[Need], rooms: Mapping[str, Room], ask: Asked, order: str) -> int:
+    homes = _place_on_device(needs, rooms)
+    off_device = sum(home in (None, "cpu") for home in homes)
+    cpu = rooms.get("cpu", Room(0, homes=False))
+    if cpu.homes and "nvme" not in homes and off_device <= cpu.extents:
+        return 0  # everything fits above
+    return _choose_homes(needs, rooms, order).count("nvme")
+
+
+def _choose_homes(needs: Sequence[Need], rooms: Mapping[str, Room], order: str) -> list[str]:
+    homes = _place_on_device(needs, rooms)
+    rest = [number for number, home in enumerate(homes) if home is None]
+    in_cpu = _cpu_homes(needs, homes, rooms, order)
+    last = next((tier for tier in ("nvme", "cpu", "gpu") if tier in rooms and rooms[tier].homes), "cpu")
+    for number, is_cpu in zip(rest, spread(in_cpu, len(rest)), strict=True):
+        homes[number] = "cpu" if is_cpu else last
+    return [home for home in homes if home is not None]
+
+
+def _place_on_device(needs: Sequence[Need], rooms: Mapping[str, Room]) -> list[str | None]:
+    """Give device chunks their home on the device: all if they fit, else spread, leaving a pipeline."""
+    homes: list[str | None] = [need.named for need in needs]
+    if "gpu" not in rooms:
+        return homes
+    candidates = [n for n, need in enumerate(needs) if need.compute == "gpu" and need.named is None]
+    slots = rooms["gpu"].extents - homes.count("gpu")
+    is_passed = any(need.compute == "gpu" and need.named not in (None, "gpu") for need in needs)
+    if _has_other_homes(rooms) and len(candidates) > slots - (ENOUGH_EXTENTS if is_passed else 0):
+        slots -= ENOUGH_EXTENTS
+    slots = max(0, min(slots, len(candidates)))
+    for number, on_device in zip(candidates, spread(slots, len(candidates)), strict=True):
+        homes[number] = "gpu" if on_device else None
+    return homes
+
+
+def _has_other_homes(rooms: Mapping[str, Room]) -> bool:
+    return any(room.homes for tier, room in rooms.items() if tier != "gpu")
+
+
+def _cpu_homes(needs: Sequence[Need], homes: Sequence[str | None], rooms: Mapping[str, Room], order: str) -> int:
+    """How many of the chunks without a home yet get it in cpu."""
+    rest = homes.count(None)
+    cpu = rooms.get("cpu", Room(0, homes=False))
+    if not cpu.homes:
+        return 0
+    if "nvme" not in rooms:
+        return rest
+    nvme_room = max(0, rooms["nvme"].extents - homes.count("nvme"))
+    if order == "alternating":
+        return max(0, rest - nvme_room)
+    cpu_room = cpu.extents - homes.count("cpu")
+    if rest > cpu_room or "nvme" in homes:  # some chunks pass through cpu
+        cpu_room -= min(PIPELINE_EXTENTS, max(ENOUGH_EXTENTS, cpu.extents // 2))
+    return max(rest - nvme_room, min(rest, max(0, cpu_room)))
+
+
+def _check_room(needs: Sequence[Need], homes: Sequence[str], rooms: Mapping[str, Room], extent_bytes: int) -> None:
+    wanted = Counter(homes)
+    passing = pipeline_needs(needs, homes)
+    for tier, room in rooms.items():
+        extents = wanted[tier] + passing.get(tier, 0)
+        if extents > room.extents:
+            raise CapacityError(
+                f"{tier} holds {room.extents} extents of {extent_bytes:,} bytes, but {wanted[tier]} chunks need a home "
+                f"there and {passing.get(tier, 0)} more extents are needed to pass others through: raise "
+                f"tiers.{tier}.capacity to at least {extents * extent_bytes:,} bytes"
+                + _way_out(tier, homes)
+            )
+
+
+def _way_out(tier: str, homes: Sequence[str]) -> str:
+    return " (or add the nvme tier)" if "nvme" not in homes and tier != "nvme" else ", or lower chunk_size"

@@ -1,0 +1,411 @@
+"""Runs plans: the one place where decisions (plan, placement) meet the doing (traffic), and where leases are granted.
+
+Only one thread is inside at a time, and every call first commits what has landed meanwhile. A move that failed is rolled
+back, and its error is raised by the next call that needs chunks. A run that breaks off after chunks were used closes the
+store to further runs until `forgive`; reading works on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tierstore.errors import (
+    CapacityError,
+    FailedStepError,
+    ForkedStoreError,
+    LeaseError,
+    StoreClosedError,
+    TransferError,
+    WrongThreadError,
+)
+from tierstore.placement import Need, Room, place_homes
+from tierstore.plan import ChunkView, Move, Plan, plan_eviction, plan_fetch, plan_step
+from tierstore.residency import Fresh, Moving, Resident
+from tierstore.stats import IoStats, Stats, TierStats
+from tierstore.tiers import MemoryTier, Tier
+from tierstore.traffic import Traffic
+from tierstore.transfer import TransferEngine
+
+Use = Callable[[int, Tensor, bool], None]
+"""Called with a chunk's number, its record (uint8, on the device of the tier that computes), and whether it is fresh."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """What the store must know of a chunk: the bytes that move, the tier it is used in, the one it was told to live in."""
+
+    record_bytes: int
+    compute: str
+    named: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a store is built from: tiers on a line, fastest first; which may be homes; and the doers."""
+
+    tiers: Mapping[str, Tier]
+    homes: frozenset[str]
+    order: str
+    slab_extents: Mapping[str, int]
+    transfer: TransferEngine
+    io: IoStats
+    timeout_seconds: float | None = None
+
+
+class ChunkStore:
+    """Chunks in tiers. `describe` turns a chunk number into words for errors."""
+
+    def __init__(self, setup: Setup, *, describe: Callable[[int], str] = "chunk {}".format) -> None:
+        self.setup = setup
+        self._line = tuple(setup.tiers)
+        self._infos: dict[int, ChunkInfo] = {}
+        self._traffic = Traffic(setup.tiers, setup.transfer, describe=describe, timeout_seconds=setup.timeout_seconds)
+        self._ledger = self._traffic.ledger
+        self._describe = describe
+        self._broken_off: tuple[int, ...] | None = None
+        self._failure: str | None = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._shut = weakref.finalize(self, _shut, setup.transfer, tuple(setup.tiers.values()), self._pid)
+
+    # -- chunks -------------------------------------------------------------------------------------------------
+
+    def add_chunks(self, infos: Mapping[int, ChunkInfo]) -> None:
+        """Enter fresh chunks and give them homes. Raises CapacityError, with nothing changed, if there is no room."""
+        with self._entered():
+            homes = self._homes_for({**self._infos, **infos}, self._rooms())
+            self._infos.update(infos)
+            for chunk in infos:
+                self._ledger.add(chunk, homes[chunk])
+            self._set_homes(homes)
+
+    def remove_chunk(self, chunk: int) -> None:
+        """Delete a chunk and its bytes. Raises LeaseError while somebody leases it."""
+        with self._entered():
+            if self._ledger.is_leased(chunk):
+                raise LeaseError(f"{self._describe(chunk)} is leased and cannot be deleted")
+            with contextlib.suppress(TransferError):  # a move that failed leaves the source, which goes now too
+                self._traffic.wait_for(chunk)
+            place = self._ledger.remove(chunk)
+            del self._infos[chunk]
+            last_use = self._traffic.last_use.pop(chunk, None)
+            if isinstance(place, Resident):
+                self._traffic.give_up(place, last_use)
+
+    def home_of(self, chunk: int) -> str:
+        """The tier that has room reserved for the chunk."""
+        return self._ledger.home(chunk)
+
+    def tier_of(self, chunk: int) -> str | None:
+        """The tier of the chunk's only valid copy; None while it is fresh."""
+        with self._entered():
+            place = self._ledger.where(chunk)
+            if isinstance(place, Fresh):
+                return None
+            return place.source.tier if isinstance(place, Moving) else place.tier
+
+    # -- using chunks -------------------------------------------------------------------------------------------
+
+    def run(self, order: Sequence[int], upcoming: Sequence[int], use: Use) -> None:
+        """Bring each chunk of `order` to where it is used and call `use(chunk, record, is_fresh)`, in that order.
+
+        The record is zeroed if fresh; `use` launches its work on the tier's device and must not keep the tensor.
+        `upcoming` is the order expected next time. Raises CapacityError before anything has moved, FailedStepError if an
+        earlier run broke off.
+        """
+        with self._entered():
+            self._traffic.raise_errors()
+            if self._failure is not None:
+                raise FailedStepError(self._failure)
+            self._execute(plan_step(order, upcoming, self._views(), self._traffic.room(), self._line), use)
+
+    @contextlib.contextmanager
+    def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
+        """Hold a chunk's record where it is used; changes are kept. The chunk does not move until the end."""
+        with self._entered():
+            self.fetch_now(chunk)
+            record, _ = self._begin_use(chunk)
+        try:
+            yield record
+        finally:
+            with self._entered():
+                self._end_use(chunk)
+
+    def fetch(self, chunks: Sequence[int]) -> None:
+        """Begin to bring chunks to where they are used, as far as there is room; wait for nothing."""
+        with self._entered():
+            self._traffic.raise_errors()
+            wanted = [chunk for chunk in chunks if not isinstance(self._ledger.where(chunk), Fresh)]
+            self._issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
+
+    def fetch_now(self, chunk: int) -> None:
+        """Begin to bring one chunk to where it is used, whatever has to make room."""
+        with self._entered():
+            self._traffic.raise_errors()
+            self._issue_all(plan_step([chunk], (), self._views(), self._traffic.room(), self._line))
+
+    def send_home(self, chunks: Sequence[int]) -> None:
+        """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
+        with self._entered():
+            self._traffic.raise_errors()
+            for chunk in chunks:
+                if self._ledger.is_leased(chunk):
+                    raise LeaseError(f"{self._describe(chunk)} is leased and cannot be evicted")
+            self._issue_all(plan_eviction(chunks, self._views(), self._traffic.room(), self._line))
+
+    def read_record(self, chunk: int, into: Tensor) -> bool:
+        """Copy a chunk's record into host memory (uint8, its record bytes, page-aligned); move nothing.
+
+        Returns False, and copies nothing, while the chunk is fresh. Works after a failed step too.
+        """
+        with self._entered():
+            place = self._ledger.where(chunk)
+            if isinstance(place, Fresh):
+                return False
+            source = place.source if isinstance(place, Moving) else place
+            where = self.setup.tiers[source.tier], source.extent
+            ticket = self.setup.transfer.read_out(where, into, ready=self._traffic.last_use.get(chunk))
+            ticket.wait(self.setup.timeout_seconds)
+            return True
+
+    def wait(self) -> None:
+        """Wait until every move under way has landed. Raises the error of one that failed."""
+        with self._entered():
+            self._traffic.wait_for_all()
+            self._traffic.raise_errors()
+
+    # -- failed steps -------------------------------------------------------------------------------------------
+
+    @property
+    def broken_off(self) -> tuple[int, ...] | None:
+        """The chunks that a run had used when it broke off, the last one perhaps in part; None when all is well."""
+        return self._broken_off
+
+    def fail(self, story: str) -> None:
+        """Refuse further runs, for the reason told, until `forgive`."""
+        self._failure = story
+
+    def forgive(self) -> None:
+        """Allow runs again: whoever calls has put parameters and state right."""
+        self._failure = self._broken_off = None
+
+    # -- size ---------------------------------------------------------------------------------------------------
+
+    def resize_tier(self, name: str, extents: int) -> None:
+        """Make a tier `extents` large; smaller means emptying its last slabs first, and going down by whole slabs only.
+
+        Raises CapacityError, with the size as it was, if homes and pipelines would not fit.
+        """
+        with self._entered():
+            self.wait()
+            tier = self.setup.tiers[name]
+            homes = self._homes_for(self._infos, self._rooms() | {name: Room(extents, name in self.setup.homes)})
+            tier.grow(max(0, extents - tier.arena.capacity), slab_extents=self.setup.slab_extents[name])
+            self._set_homes(homes)
+            if extents < tier.arena.capacity:
+                self._shrink(tier, extents)
+
+    def _shrink(self, tier: Tier, extents: int) -> None:
+        """Empty and give back slabs from the last on, as long as `extents` are left."""
+        try:
+            while tier.arena.capacity - tier.arena.slabs[-1] >= extents:
+                for extent in tier.arena.condemn_last():
+                    self._vacate(tier, Resident(tier.name, extent))
+                tier.shrink()
+        finally:
+            tier.arena.reprieve()
+
+    def _vacate(self, tier: Tier, place: Resident) -> None:
+        """Move the chunk in a condemned extent to another tier, or to another extent of this one."""
+        chunk = self._ledger.valid_places().get(place)
+        if chunk is None:
+            return
+        if tier.name != self._ledger.home(chunk):
+            self.send_home([chunk])
+        elif isinstance(tier, MemoryTier):
+            self._make_room(tier)
+            self._traffic.send(chunk, tier.name, self._infos[chunk].record_bytes)
+        else:
+            self.fetch_now(chunk)
+            self._traffic.wait_for(chunk)
+            self.send_home([chunk])
+        self._traffic.wait_for_all()
+
+    def _make_room(self, tier: Tier) -> None:
+        """See to a free extent in a tier that has room for all its homes, by sending a guest home."""
+        if tier.arena.available:
+            return
+        guests = [c for c, place in self._ledger.places() if place.tier == tier.name != self._ledger.home(c)]
+        if not guests:
+            raise CapacityError(f"tier {tier.name} cannot be made smaller: all its chunks have their home there")
+        self.send_home(guests[:1])
+        self._traffic.wait_for(guests[0])
+
+    def _rooms(self) -> dict[str, Room]:
+        return {name: Room(tier.arena.capacity, name in self.setup.homes) for name, tier in self.setup.tiers.items()}
+
+    def _homes_for(self, infos: Mapping[int, ChunkInfo], rooms: Mapping[str, Room]) -> dict[int, str]:
+        needs = [Need(info.compute, info.named) for info in infos.values()]
+        extent_bytes = next(iter(self.setup.tiers.values())).arena.extent_bytes
+        homes = place_homes(needs, rooms, order=self.setup.order, extent_bytes=extent_bytes)
+        return dict(zip(infos, homes, strict=True))
+
+    def _set_homes(self, homes: Mapping[int, str]) -> None:
+        for chunk, home in homes.items():
+            self._ledger.set_home(chunk, home)
+
+    # -- running a plan -----------------------------------------------------------------------------------------
+
+    def _views(self) -> dict[int, ChunkView]:
+        """What planning sees; a leased chunk counts as at home where it is, so that it is not asked to leave."""
+        views = {}
+        for chunk, info in self._infos.items():
+            tier = self._ledger.bound_for(chunk)
+            is_held = tier is not None and self._ledger.is_leased(chunk)
+            views[chunk] = ChunkView(tier, tier if is_held and tier else self._ledger.home(chunk), info.compute)
+        return views
+
+    def _issue_all(self, plan: Plan) -> None:
+        for move in plan.moves:
+            self._traffic.issue(move, self._infos[move.chunk].record_bytes)
+
+    def _execute(self, plan: Plan, use: Use) -> None:
+        used: list[int] = []
+        began, waited = time.perf_counter(), 0.0
+        try:
+            for action in plan.actions:
+                if isinstance(action, Move):
+                    self._traffic.issue(action, self._infos[action.chunk].record_bytes)
+                else:
+                    waited += self._use(action.chunk, use, used)
+        except BaseException as error:
+            self._break_off(used, error)
+            raise
+        self._count(plan, time.perf_counter() - began - waited, waited)
+
+    def _use(self, chunk: int, use: Use, used: list[int]) -> float:
+        """Lease, use and release one chunk; return the seconds it was waited for."""
+        began = time.perf_counter()
+        record, is_fresh = self._begin_use(chunk)
+        waited = time.perf_counter() - began
+        used.append(chunk)
+        try:
+            use(chunk, record, is_fresh)
+        finally:
+            self._end_use(chunk)
+        return waited
+
+    def _count(self, plan: Plan, update_seconds: float, wait_seconds: float) -> None:
+        nbytes: Counter[str] = Counter()
+        for move in plan.moves:
+            nbytes["read"] += self._infos[move.chunk].record_bytes if move.source == "nvme" else 0
+            nbytes["written"] += self._infos[move.chunk].record_bytes if move.destination == "nvme" else 0
+        self._traffic.recorder.record_step(update_seconds, wait_seconds, nbytes["read"], nbytes["written"])
+
+    def _break_off(self, used: Sequence[int], error: BaseException) -> None:
+        """Give back places kept for chunks that were not made; refuse further runs if any chunk was used."""
+        self._traffic.settle()
+        self._traffic.unmake()
+        if used:
+            self._broken_off = tuple(used)
+            self._failure = f"a run broke off at {self._describe(used[-1])}, the {len(used)}th it used: {error!r}"
+
+    def _begin_use(self, chunk: int) -> tuple[Tensor, bool]:
+        """Wait for the chunk, or make it; hold it, and view its record."""
+        try:
+            is_fresh = self._traffic.make(chunk)
+            if not is_fresh:
+                self._traffic.wait_for(chunk)
+        except BaseException:
+            self._traffic.unmake()
+            raise
+        place = self._ledger.lease(chunk)
+        tier = self._traffic.memory(place.tier)
+        record = tier.bytes_at(place.extent, self._infos[chunk].record_bytes)
+        if is_fresh:
+            tier.device.launch(lambda: _zero(record))
+        return record, is_fresh
+
+    def _end_use(self, chunk: int) -> None:
+        place = self._ledger.where(chunk)
+        self._ledger.release(chunk)
+        if isinstance(place, Resident):
+            self._traffic.last_use[chunk] = self._traffic.memory(place.tier).device.record()
+
+    # -- the whole ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Read counters, fill and routes as one frozen value."""
+        with self._entered():
+            chunks = Counter(self._ledger.bound_for(chunk) for chunk in self._ledger)
+            tiers = {name: _tier_stats(tier, chunks[name]) for name, tier in self.setup.tiers.items()}
+            return self._traffic.recorder.snapshot(tiers, self.setup.io)
+
+    def check(self) -> None:
+        """Raise InvariantError unless every invariant of arenas, ledger and moves holds."""
+        with self._entered():
+            self._traffic.check()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the store was closed, or belongs to another process."""
+        return not self._shut.alive or self._pid != os.getpid()
+
+    def close(self) -> None:
+        """Wait for what is under way and give back memory, files and threads. Idempotent."""
+        if self._pid == os.getpid():
+            with self._sole_thread():
+                self._shut()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        if self._pid != os.getpid():
+            raise ForkedStoreError(f"this store belongs to process {self._pid}, of which this one is a fork: make a new one here")
+        if not self._shut.alive:
+            raise StoreClosedError("the store is closed and its state is gone; save state_dict() before close()")
+        with self._sole_thread():
+            self._traffic.settle()
+            yield
+
+    @contextlib.contextmanager
+    def _sole_thread(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise WrongThreadError(
+                f"thread {threading.current_thread().name!r} called the store while another thread was inside: "
+                f"call it from one thread at a time"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _zero(record: Tensor) -> None:
+    record.zero_()
+
+
+def _tier_stats(tier: Tier, chunks: int) -> TierStats:
+    arena = tier.arena
+    return TierStats(
+        capacity_bytes=arena.capacity * arena.extent_bytes,
+        used_bytes=arena.owned * arena.extent_bytes,
+        peak_bytes=arena.peak_owned * arena.extent_bytes,
+        chunks=chunks,
+    )
+
+
+def _shut(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:
+    """Give everything back; must not know the store, whose end it may be."""
+    if pid == os.getpid():
+        transfer.close()
+    for tier in tiers:
+        tier.close()

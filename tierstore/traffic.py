@@ -1,0 +1,244 @@
+"""Issues and commits single moves: where the ledger, the arenas, the flights and the transfers of one store meet.
+
+Every change to them is made here, on the thread that called the store. A move is begun with its extent taken or claimed;
+`settle` commits what has landed and rolls back what has failed. A failed move leaves the chunk where it was; its error
+is kept until `raise_errors`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from tierstore.device import Event
+from tierstore.errors import InvariantError, TierstoreError, TransferCancelledError, TransferError, TransferTimeoutError
+from tierstore.flights import Flight, Flights
+from tierstore.plan import Move
+from tierstore.residency import Ledger, Moving, Resident
+from tierstore.stats import Recorder
+from tierstore.tiers import MemoryTier, Tier
+from tierstore.transfer import Ticket, TransferEngine
+
+
+class Traffic:
+    """Chunks under way between tiers. `describe` turns a chunk number into words for errors."""
+
+    def __init__(
+        self,
+        tiers: Mapping[str, Tier],
+        transfer: TransferEngine,
+        *,
+        describe: Callable[[int], str],
+        timeout_seconds: float | None,
+    ) -> None:
+        self.tiers = tiers
+        self.ledger = Ledger()
+        self.recorder = Recorder()
+        self.last_use: dict[int, Event] = {}
+        self.describe = describe
+        self._transfer = transfer
+        self._timeout_seconds = timeout_seconds
+        self._flights = Flights(iter(tiers))
+        self._by_ticket: dict[Ticket, Flight] = {}
+        self._errors: list[TierstoreError] = []
+        self._draining: list[tuple[Resident, Event]] = []
+
+    # -- beginning ----------------------------------------------------------------------------------------------
+
+    def issue(self, move: Move, nbytes: int) -> None:
+        """Begin a move, or keep a place for a chunk that has no bytes yet.
+
+        Its extent is free, or one that another chunk is still leaving: the copy then follows that one's.
+        """
+        if move.source is None:
+            self._flights.add(Flight(move.chunk, None, *self._extent_in(move.destination)))
+        else:
+            self.send(move.chunk, move.destination, nbytes)
+
+    def send(self, chunk: int, tier: str, nbytes: int) -> None:
+        """Begin one hop of a chunk to a tier (its own, too: to another extent there)."""
+        previous = self._flights.of(chunk)
+        place, claims = self._extent_in(tier)
+        try:
+            source = self.ledger.begin_move(chunk, place)
+        except BaseException:
+            if claims is None:
+                self.tiers[tier].release(place.extent)
+            raise
+        flight = Flight(chunk, source, place, claims)
+        self._flights.add(flight)
+        try:
+            self._submit(flight, previous, nbytes)
+        except BaseException:
+            self._let_fall(flight)
+            raise
+
+    def _submit(self, flight: Flight, previous: Flight | None, nbytes: int) -> None:
+        assert flight.source is not None
+        source, destination = flight.source, flight.destination
+        after = [one.ticket for one in (previous, flight.claims) if one is not None and one.ticket is not None]
+        flight.ticket = self._transfer.submit(
+            (self.tiers[source.tier], source.extent),
+            (self.tiers[destination.tier], destination.extent),
+            nbytes,
+            after=after,
+            ready=None if previous else self.last_use.get(flight.chunk),
+        )
+        self._by_ticket[flight.ticket] = flight
+
+    def _extent_in(self, tier: str) -> tuple[Resident, Flight | None]:
+        """Take a free extent, or claim the one that another chunk has been leaving for longest."""
+        leaving = self._flights.next_leaving(tier)
+        if self.tiers[tier].arena.available or leaving is None or leaving.source is None:
+            return Resident(tier, self.tiers[tier].arena.take()), None
+        return leaving.source, leaving
+
+    def room(self) -> dict[str, int]:
+        """Extents of each tier that are free, or are being left and promised to nobody."""
+        self.drain()
+        return {name: tier.arena.available + self._flights.leaving(name) for name, tier in self.tiers.items()}
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Commit what has landed and roll back what has failed; wait for nothing."""
+        while (ticket := self._transfer.next_ended(wait=False)) is not None:
+            self._conclude(self._by_ticket.pop(ticket))
+
+    def wait_for(self, chunk: int) -> None:
+        """Block until the chunk's hops are over. Raises the error of one that failed."""
+        while (flight := self._flights.of(chunk)) is not None and flight.ticket is not None:
+            self._conclude_next(chunk)
+        self.raise_errors()
+
+    def wait_for_all(self) -> None:
+        """Block until nothing is under way. Raises the error of a move that failed."""
+        for chunk in self._flights.chunks():
+            self.wait_for(chunk)
+        self.drain(wait=True)
+
+    def make(self, chunk: int) -> bool:
+        """Give a chunk without bytes the extent kept for it, once whoever is leaving it has left.
+
+        Returns False, and does nothing, for a chunk that has bytes.
+        """
+        flight = self._flights.of(chunk)
+        if flight is None or flight.source is not None:
+            return False
+        while not flight.owns_destination and not flight.has_fallen:
+            self._conclude_next(chunk)
+        self.raise_errors()
+        self._flights.land(flight)
+        self.ledger.create(chunk, flight.destination)
+        return True
+
+    def raise_errors(self) -> None:
+        """Raise the errors of moves that failed, each once."""
+        if self._errors:
+            errors, self._errors = self._errors, []
+            for other in errors[1:]:
+                errors[0].add_note(f"also: {other}")
+            raise errors[0]
+
+    def unmake(self) -> None:
+        """Give back the places kept for chunks that were not made after all."""
+        for flight in [flight for flight in self._flights if flight.source is None]:
+            self._let_fall(flight)
+
+    def give_up(self, place: Resident, last_use: Event | None) -> None:
+        """Free the place of a chunk that is gone; later, if a kernel may still be at it."""
+        if last_use is None or last_use.query():
+            self.tiers[place.tier].release(place.extent)
+            return
+        self.tiers[place.tier].arena.drain(place.extent)
+        self._draining.append((place, last_use))
+
+    def drain(self, *, wait: bool = False) -> None:
+        """Free the extents that no kernel is at any more."""
+        still = []
+        for place, event in self._draining:
+            if wait:
+                event.wait()
+            if event.query():
+                self.tiers[place.tier].release(place.extent)
+            else:
+                still.append((place, event))
+        self._draining = still
+
+    def _conclude_next(self, chunk: int) -> None:
+        ticket = self._transfer.next_ended(wait=True, timeout=self._timeout_seconds)
+        if ticket is None:
+            raise TransferTimeoutError(
+                f"{self.describe(chunk)} did not arrive, nor did anything else, within {self._timeout_seconds} s "
+                f"(tiers.nvme.io.timeout)"
+            )
+        self._conclude(self._by_ticket.pop(ticket))
+
+    def _conclude(self, flight: Flight) -> None:
+        if flight.has_fallen:
+            return
+        assert flight.ticket is not None and flight.source is not None
+        error = flight.ticket.error()
+        if error is not None:
+            self._let_fall(flight)
+            if not isinstance(error, TransferCancelledError):
+                self._errors.append(self._explain(flight.chunk, flight.source, flight.destination, error))
+            return
+        source = self.ledger.commit_move(flight.chunk)
+        self.last_use.pop(flight.chunk, None)
+        if self._flights.land(flight):
+            self.tiers[source.tier].release(source.extent)
+        self.recorder.record_move(*flight.ticket.route, flight.ticket.nbytes, flight.ticket.seconds)
+
+    def _let_fall(self, flight: Flight) -> None:
+        """Undo a flight and all that counted on it; every source stays the valid copy."""
+        fallen = self._flights.fall(flight)
+        for chunk, hops in Counter(one.chunk for one in fallen if one.source is not None).items():
+            self.ledger.abort_move(chunk, hops)
+        for one in fallen:
+            if one.owns_destination:
+                self.tiers[one.destination.tier].release(one.destination.extent)
+
+    def _explain(self, chunk: int, source: Resident, destination: Resident, error: TierstoreError) -> TierstoreError:
+        """Add to a transfer's error which chunk it hit and what has become of it."""
+        if not isinstance(error, TransferError):
+            return error
+        text = (
+            f"moving {self.describe(chunk)} from {source.tier} to {destination.tier} failed; nothing is lost, its copy in "
+            f"{source.tier} is still the valid one: {error.strerror or error}"
+        )
+        explained = type(error)(error.errno, text, error.filename)
+        explained.__cause__ = error
+        return explained
+
+    # -- the books ----------------------------------------------------------------------------------------------
+
+    def memory(self, tier: str) -> MemoryTier:
+        """The tier that a class computes in."""
+        memory = self.tiers[tier]
+        assert isinstance(memory, MemoryTier)  # placement never computes in a file
+        return memory
+
+    def check(self) -> None:
+        """Raise InvariantError unless arenas, ledger and flights tell one consistent story."""
+        holders = Counter(self.ledger.valid_places().keys())
+        holders.update(flight.destination for flight in self._flights if flight.owns_destination)
+        if any(count > 1 for count in holders.values()):
+            raise InvariantError(f"an extent has two owners: {holders.most_common(1)[0]}")
+        for name, tier in self.tiers.items():
+            tier.arena.check()
+            owned = [place for place in holders if place.tier == name]
+            if len(owned) != tier.arena.owned or not all(tier.arena.is_owned(place.extent) for place in owned):
+                raise InvariantError(f"tier {name} counts {tier.arena.owned} owned extents, the ledger {len(owned)}")
+            homes = sum(self.ledger.home(chunk) == name for chunk in self.ledger)
+            if homes > tier.arena.capacity:
+                raise InvariantError(f"tier {name} is home to {homes} chunks but has {tier.arena.capacity} extents")
+        for chunk in self.ledger:
+            self._check_hops(chunk)
+
+    def _check_hops(self, chunk: int) -> None:
+        place = self.ledger.where(chunk)
+        begun = place.destinations if isinstance(place, Moving) else ()
+        hops = tuple(one.destination for one in self._flights if one.chunk == chunk and one.source is not None)
+        if hops != begun:
+            raise InvariantError(f"{self.describe(chunk)}: the ledger has begun {begun}, under way are {hops}")

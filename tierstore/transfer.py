@@ -1,0 +1,291 @@
+"""Runs one copy between extents of two neighbouring tiers and returns a ticket. Decides nothing, retries nothing.
+
+A transfer begins when all transfers it was told to follow have succeeded; if one of them failed it never begins, and
+fails with TransferCancelledError. Copies between host memory and a file are the engine's; copies between host memory and
+a device run on one stream and one thread per direction, so that both directions of the link are busy. Tickets resolve on
+those threads; whoever holds one may wait for it, ask it, or have the next transfer follow it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tierstore.arena import Extent
+from tierstore.device import Device, Event, HostDevice
+from tierstore.errors import StoreClosedError, TierstoreError, TransferCancelledError, TransferError, TransferTimeoutError
+from tierstore.io import Engine, Kind, Operation
+from tierstore.tiers import FileTier, MemoryTier, Tier
+
+COPIES_IN_FLIGHT = 2
+"""Copies queued on one stream at a time: enough that the next begins while the host hears of the last."""
+
+
+class Ticket:
+    """The handle of one transfer."""
+
+    def __init__(self, route: tuple[str, str], nbytes: int) -> None:
+        self.route = route
+        self.nbytes = nbytes
+        self.seconds = 0.0  # from the moment it could begin to the moment its bytes had landed
+        self._began = 0.0
+        self._future: Future[None] = Future()
+
+    def is_done(self) -> bool:
+        """Whether it has landed or failed."""
+        return self._future.done()
+
+    def error(self) -> TierstoreError | None:
+        """Why a done transfer failed, or None."""
+        error = self._future.exception(timeout=0)
+        assert error is None or isinstance(error, TierstoreError)
+        return error
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until it has landed. Raises what stopped it, or TransferTimeoutError after `timeout` seconds."""
+        try:
+            self._future.result(timeout)
+        except FutureTimeoutError as error:
+            raise TransferTimeoutError(
+                f"moving {self.nbytes:,} bytes from {self.route[0]} to {self.route[1]} took longer than {timeout} s "
+                f"(tiers.nvme.io.timeout)"
+            ) from error
+
+    def when_done(self, heard: Callable[[Ticket], None]) -> None:
+        """Call `heard` once it is done, on whatever thread that is; at once if it is done already."""
+        self._future.add_done_callback(lambda _: heard(self))
+
+    def begin(self) -> None:
+        """Start its clock."""
+        self._began = time.perf_counter()
+
+    def resolve(self, error: TierstoreError | None) -> None:
+        """Say that it has landed, or why it failed."""
+        self.seconds = time.perf_counter() - self._began if self._began else 0.0
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+
+@dataclass
+class _Follower:
+    """A transfer that waits for others; counts them down on whatever threads they end."""
+
+    ticket: Ticket
+    start: Callable[[], None]
+    waiting: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    failed: TierstoreError | None = None
+
+    def hear(self, predecessor: Ticket) -> None:
+        with self.lock:
+            self.waiting -= 1
+            self.failed = self.failed or predecessor.error()
+            is_last = self.waiting == 0
+        if is_last:
+            self.go()
+
+    def go(self) -> None:
+        if self.failed is not None:
+            error = TransferCancelledError(f"not begun, because a transfer it had to follow failed: {self.failed}")
+            error.__cause__ = self.failed
+            self.ticket.resolve(error)
+            return
+        self.ticket.begin()
+        try:
+            self.start()
+        except TierstoreError as error:
+            self.ticket.resolve(error)
+        except BaseException as error:  # a worker must go on: the ticket carries it
+            self.ticket.resolve(_as_transfer_error(error, self.ticket))
+
+
+class TransferEngine:
+    """Copies between the tiers of one store."""
+
+    def __init__(self, io: Engine | None, *, accelerator: Device | None = None) -> None:
+        self._io = io
+        self._accelerator = accelerator
+        self._lanes: dict[str, _Lane] = {}
+        self._ended: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+
+    def submit(
+        self,
+        source: tuple[Tier, Extent],
+        destination: tuple[Tier, Extent],
+        nbytes: int,
+        *,
+        after: Sequence[Ticket] = (),
+        ready: Event | None = None,
+    ) -> Ticket:
+        """Copy the first `nbytes` of one extent into another, after the transfers `after` and, on a device, `ready`.
+
+        The caller guarantees that nobody writes the source, or touches the destination, until the ticket is done.
+        """
+        ticket = Ticket((source[0].name, destination[0].name), nbytes)
+        ticket.when_done(self._ended.put)
+        start = self._starter(source, destination, nbytes, ticket, ready)
+        follower = _Follower(ticket, start, len(after))
+        if not after:
+            follower.go()
+        for predecessor in after:
+            predecessor.when_done(follower.hear)
+        return ticket
+
+    def next_ended(self, *, wait: bool, timeout: float | None = None) -> Ticket | None:
+        """Get the ticket of a submitted transfer that has landed or failed, each once; one before those that follow it.
+
+        Returns None when there is none yet, or (with `wait`) none for `timeout` seconds.
+        """
+        try:
+            return self._ended.get(wait, timeout)
+        except queue.Empty:
+            return None
+
+    def read_out(self, source: tuple[Tier, Extent], into: Tensor, *, ready: Event | None = None) -> Ticket:
+        """Copy the beginning of an extent into host memory outside all tiers (page-aligned, whole pages)."""
+        tier, extent = source
+        ticket = Ticket((tier.name, "host"), into.numel())
+        if isinstance(tier, FileTier):
+            start: Callable[[], None] = lambda: self._file(Kind.READ, tier, extent, into, ticket, ready)  # noqa: E731
+        else:
+            assert isinstance(tier, MemoryTier)
+            outside = MemoryTier("host", HostDevice(), extent.length)
+            copy = _Copy(into, tier.bytes_at(extent, into.numel()), ticket, ready)
+            lane = self._lane(tier, outside)
+            start = lambda: lane.put(copy)  # noqa: E731
+        _Follower(ticket, start, 0).go()
+        return ticket
+
+    def close(self, *, wait: bool = True) -> None:
+        """Let what was submitted end, and stop the workers. Idempotent."""
+        for lane in self._lanes.values():
+            lane.close(wait=wait)
+        if self._io is not None:
+            self._io.close()
+
+    def _starter(
+        self,
+        source: tuple[Tier, Extent],
+        destination: tuple[Tier, Extent],
+        nbytes: int,
+        ticket: Ticket,
+        ready: Event | None,
+    ) -> Callable[[], None]:
+        (one, extent), (other, place) = source, destination
+        if isinstance(one, MemoryTier) and isinstance(other, MemoryTier):
+            lane = self._lane(one, other)
+            return lambda: lane.put(_Copy(other.bytes_at(place, nbytes), one.bytes_at(extent, nbytes), ticket, ready))
+        if isinstance(one, MemoryTier) and isinstance(other, FileTier):
+            return lambda: self._file(Kind.WRITE, other, place, one.bytes_at(extent, nbytes), ticket, ready)
+        if isinstance(one, FileTier) and isinstance(other, MemoryTier):
+            return lambda: self._file(Kind.READ, one, extent, other.bytes_at(place, nbytes), ticket, ready)
+        raise TypeError(f"no route from {one.name} to {other.name}")
+
+    def _file(
+        self, kind: Kind, tier: FileTier, extent: Extent, memory: Tensor, ticket: Ticket, ready: Event | None
+    ) -> None:
+        if ready is not None:
+            ready.wait()
+        assert self._io is not None  # a file tier is never built without an engine
+        file, offset = tier.range_at(extent)
+        buffer = memoryview(memory.numpy())
+        self._io.submit(Operation(kind, file.fd, file.path, offset, buffer, file.direct, ticket.resolve))
+
+    def _lane(self, source: MemoryTier, destination: MemoryTier) -> _Lane:
+        name = f"{source.name}-{destination.name}"
+        if name not in self._lanes:
+            device = self._accelerator or source.device
+            self._lanes[name] = _Lane(name, device)
+        return self._lanes[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    destination: Tensor
+    source: Tensor
+    ticket: Ticket
+    ready: Event | None
+
+
+class _Lane:
+    """One direction of the link between host and device: a stream, and a thread that feeds it and hears its events."""
+
+    def __init__(self, name: str, device: Device) -> None:
+        self._stream = device.copy_stream(name)
+        self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=f"tierstore-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, copy: _Copy) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise StoreClosedError("the store is closed: no more copies")
+            self._copies.put(copy)
+
+    def close(self, *, wait: bool) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._copies.put(None)
+        if wait:
+            self._thread.join()
+
+    def _run(self) -> None:
+        in_flight: deque[tuple[Event, _Copy]] = deque()
+        is_open = True
+        while is_open or in_flight:
+            copy = self._next(block=not in_flight) if is_open and len(in_flight) < COPIES_IN_FLIGHT else _NOTHING_YET
+            if copy is None:
+                is_open = False
+            elif isinstance(copy, _Copy):
+                self._begin(copy, in_flight)
+            elif in_flight:
+                self._end(*in_flight.popleft())
+
+    def _next(self, *, block: bool) -> _Copy | _NothingYet | None:
+        try:
+            return self._copies.get(block)
+        except queue.Empty:
+            return _NOTHING_YET
+
+    def _begin(self, copy: _Copy, in_flight: deque[tuple[Event, _Copy]]) -> None:
+        try:
+            if copy.ready is not None:
+                self._stream.wait(copy.ready)
+            self._stream.copy(copy.destination, copy.source)
+            in_flight.append((self._stream.record(), copy))
+        except BaseException as error:
+            copy.ticket.resolve(_as_transfer_error(error, copy.ticket))
+
+    def _end(self, event: Event, copy: _Copy) -> None:
+        try:
+            event.wait()
+        except BaseException as error:
+            copy.ticket.resolve(_as_transfer_error(error, copy.ticket))
+        else:
+            copy.ticket.resolve(None)
+
+
+class _NothingYet:
+    """What a lane finds in an empty queue."""
+
+
+_NOTHING_YET = _NothingYet()
+
+
+def _as_transfer_error(error: BaseException, ticket: Ticket) -> TierstoreError:
+    source, destination = ticket.route
+    failed = TransferError(f"copying {ticket.nbytes:,} bytes from {source} to {destination} failed: {error!r}")
+    failed.__cause__ = error
+    return failed
