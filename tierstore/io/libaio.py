@@ -1,0 +1,144 @@
+"""Linux's native asynchronous I/O, through the PyPI package `libaio`.
+
+One thread owns the kernel's context: it hands requests over, at most `queue_depth` at a time, and reaps what has
+completed. It waits in one place, on an eventfd that the kernel signals for completions and `submit` and `close` signal
+for news, so that nothing polls. Blocks stay referenced until the kernel has returned them, so no buffer can vanish
+under it. On a buffered file the kernel works while it takes a request: use this engine with direct I/O.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from typing import Any, ClassVar
+
+from tierstore.errors import EngineUnavailableError
+from tierstore.io.base import Engine, Kind, Request
+
+
+class LibaioEngine(Engine):
+    """Asynchronous reads and writes with at most `queue_depth` requests in the kernel."""
+
+    name: ClassVar[str] = "libaio"
+    supports_direct: ClassVar[bool] = True
+
+    def __init__(self, *, queue_depth: int, request_size: int) -> None:
+        self._libaio = _load()
+        super().__init__(request_size=request_size)
+        self._depth = queue_depth
+        self._context = _set_up(self._libaio, queue_depth)
+        self._news = os.eventfd(0, os.EFD_CLOEXEC)
+        self._waiting: deque[Request] = deque()
+        self._in_kernel: dict[Any, Request] = {}
+        self._must_end = False
+        self._thread = threading.Thread(target=self._work, name="tierstore-io-0", daemon=True)
+        self._thread.start()
+
+    def _start(self, request: Request) -> None:
+        self._waiting.append(request)
+        os.eventfd_write(self._news, 1)
+
+    def _stop(self) -> None:
+        self._must_end = True
+        os.eventfd_write(self._news, 1)
+        self._thread.join()
+        self._context.close()
+        os.close(self._news)
+
+    def _work(self) -> None:
+        while not self._must_end:
+            os.eventfd_read(self._news)
+            self._reap()
+            self._hand_over()
+
+    def _reap(self) -> None:
+        for block, result, _ in self._context.getEvents(min_nr=0, timeout=0):
+            request = self._in_kernel.pop(block)
+            if self._accept(request, result):
+                self._end(request)
+            else:
+                self._waiting.appendleft(request)
+
+    def _hand_over(self) -> None:
+        while self._waiting and len(self._in_kernel) < self._depth:
+            request = self._waiting.popleft()
+            if request.is_abandoned:
+                self._end(request)
+            elif not self._try_submit(request):
+                return
+
+    def _try_submit(self, request: Request) -> bool:
+        """Give one request to the kernel, or end it with the error; False when only a completion can make room."""
+        try:
+            block = self._block(request)
+            self._in_kernel[block] = request
+            self._context.submit([block])
+        except Exception as error:
+            self._in_kernel.pop(block, None)
+            return self._not_taken(request, error)
+        return True
+
+    def _not_taken(self, request: Request, error: Exception) -> bool:
+        if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EINTR) and self._in_kernel:
+            self._waiting.appendleft(request)
+            return False
+        if isinstance(error, OSError) and error.errno is not None:
+            if not self._accept(request, -error.errno):
+                self._waiting.appendleft(request)
+                return True
+        else:
+            self._fail(request, error)
+        self._end(request)
+        return True
+
+    def _block(self, request: Request) -> Any:
+        operation = request.operation
+        modes = {Kind.READ: self._libaio.AIOBLOCK_MODE_READ, Kind.WRITE: self._libaio.AIOBLOCK_MODE_WRITE}
+        return self._libaio.AIOBlock(
+            mode=modes[operation.kind],
+            target_file=operation.fd,
+            buffer_list=[request.view],
+            offset=request.offset,
+            eventfd=self._news,
+        )
+
+
+def _load() -> Any:
+    if not hasattr(os, "eventfd"):
+        raise EngineUnavailableError("libaio exists on Linux only: set tiers.nvme.io.engine to threads")
+    try:
+        import libaio
+    except ImportError as error:
+        raise EngineUnavailableError(
+            "the package libaio is not installed: pip install 'tierstore[libaio]', "
+            "or set tiers.nvme.io.engine to threads"
+        ) from error
+    except OSError as error:
+        raise EngineUnavailableError(
+            f"the package libaio is installed but not the system's library ({error}): install libaio1 or libaio1t64, "
+            "or set tiers.nvme.io.engine to threads"
+        ) from error
+    return libaio
+
+
+def _set_up(libaio: Any, queue_depth: int) -> Any:
+    try:
+        return libaio.AIOContext(queue_depth)
+    except OSError as error:
+        raise EngineUnavailableError(
+            f"the kernel refused {queue_depth} asynchronous requests ({error.strerror}): {_advice(error.errno)}, "
+            "or set tiers.nvme.io.engine to threads"
+        ) from error
+
+
+def _advice(code: int | None) -> str:
+    if code != errno.EAGAIN:
+        return "asynchronous I/O is switched off or forbidden here"
+    try:
+        with open("/proc/sys/fs/aio-nr") as used, open("/proc/sys/fs/aio-max-nr") as limit:
+            numbers = f"{used.read().strip()} of {limit.read().strip()} are in use on this machine"
+    except OSError:
+        numbers = "the machine's limit is reached"
+    return f"{numbers}; raise the sysctl fs.aio-max-nr or lower tiers.nvme.io.queue_depth"
