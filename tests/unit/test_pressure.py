@@ -1,0 +1,183 @@
+"""Recorded trees of /proc and /sys, as machines and containers show them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tierstore.pressure import HostMemory, disk_space, free_disk, host_memory, local_ranks, mounts
+
+GIB = 1 << 30
+MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1000000 kB\nMemAvailable:   32768000 kB\n"
+TOTAL, AVAILABLE = 65536000 * 1024, 32768000 * 1024
+V2_MOUNT = "30 20 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+V1_MOUNT = "35 31 0:32 {shown} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+
+
+def record(root: Path, files: dict[str, str | int]) -> Path:
+    """Lay down a tree of files."""
+    for name, content in {"proc/meminfo": MEMINFO, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n" if isinstance(content, int) else content)
+    return root
+
+
+def group(folder: str, *, usage: int, inactive: int = 0, **limits: int | str) -> dict[str, str | int]:
+    """The files of a version 2 control group; limits by their last name."""
+    return {
+        f"{folder}/memory.current": usage,
+        f"{folder}/memory.stat": f"anon 1\nfile 2\ninactive_file {inactive}\nactive_file 7\n",
+        **{f"{folder}/memory.{name}": value for name, value in limits.items()},
+    }
+
+
+def group_v1(folder: str, *, usage: int, limit: int, inactive: int = 0) -> dict[str, str | int]:
+    return {
+        f"{folder}/memory.usage_in_bytes": usage,
+        f"{folder}/memory.limit_in_bytes": limit,
+        f"{folder}/memory.stat": f"inactive_file 5\ntotal_inactive_file {inactive}\n",
+    }
+
+
+def test_machine_without_limits(tmp_path: Path) -> None:
+    assert host_memory(record(tmp_path, {})) == HostMemory(TOTAL, AVAILABLE, None, "machine")
+
+
+def test_no_limit_is_no_limit(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", usage=GIB, max="max\n", high="max\n")}
+    assert host_memory(record(tmp_path, files)) == HostMemory(TOTAL, AVAILABLE, None, "machine")
+
+
+def test_container_sees_only_its_own_root(tmp_path: Path) -> None:
+    """Version 2 with a namespace: the limit is far below the machine's memory and must be believed."""
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/mountinfo": V2_MOUNT,
+        **group("sys/fs/cgroup", usage=3 * GIB, inactive=GIB, max=4 * GIB),
+    }
+    found = host_memory(record(tmp_path, files))
+    assert (found.total_bytes, found.available_bytes, found.limit_bytes) == (TOTAL, 2 * GIB, 4 * GIB)
+    assert found.source == f"cgroup v2 {tmp_path}/sys/fs/cgroup/memory.max"
+
+
+def test_limit_of_any_group_above_counts(tmp_path: Path) -> None:
+    """The own group has room, the one above it has not: others in it use the memory."""
+    files = {
+        "proc/self/cgroup": "0::/top/middle/own\n",
+        **group("sys/fs/cgroup/top", usage=8 * GIB, max=9 * GIB),
+        **group("sys/fs/cgroup/top/middle", usage=7 * GIB, max="max\n"),
+        **group("sys/fs/cgroup/top/middle/own", usage=GIB, max=6 * GIB),
+    }
+    found = host_memory(record(tmp_path, files))
+    assert (found.available_bytes, found.limit_bytes) == (GIB, 6 * GIB)
+    assert "/top/memory.max" in found.source
+
+
+def test_throttling_limit_counts_like_a_hard_one(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", usage=GIB, max=8 * GIB, high=3 * GIB)}
+    found = host_memory(record(tmp_path, files))
+    assert (found.available_bytes, found.limit_bytes) == (2 * GIB, 3 * GIB)
+    assert found.source.endswith("memory.high")
+
+
+@pytest.mark.parametrize(("usage", "inactive", "left"), [(5 * GIB, 0, 0), (4 * GIB, 5 * GIB, 4 * GIB), (0, 0, 4 * GIB)])
+def test_what_is_left_is_never_below_nothing_nor_above_the_limit(
+    tmp_path: Path, usage: int, inactive: int, left: int
+) -> None:
+    files = {"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", usage=usage, inactive=inactive, max=4 * GIB)}
+    assert host_memory(record(tmp_path, files)).available_bytes == left
+
+
+def test_limit_that_leaves_more_than_the_machine_has(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", usage=GIB, max=50 * GIB)}
+    assert host_memory(record(tmp_path, files)) == HostMemory(TOTAL, AVAILABLE, 50 * GIB, "machine")
+
+
+def test_version_1_container_without_a_namespace(tmp_path: Path) -> None:
+    """/proc names the group as the host sees it, while the mount shows the container's own group as its root."""
+    files = {
+        "proc/self/cgroup": "9:name=systemd:/docker/abc\n4:cpu,memory:/docker/abc/sub\n0::/\n",
+        "proc/self/mountinfo": V1_MOUNT.format(shown="/docker/abc"),
+        **group_v1("sys/fs/cgroup/memory", usage=6 * GIB, limit=8 * GIB, inactive=GIB),
+        **group_v1("sys/fs/cgroup/memory/sub", usage=GIB, limit=2 * GIB),
+    }
+    found = host_memory(record(tmp_path, files))
+    assert (found.available_bytes, found.limit_bytes) == (GIB, 2 * GIB)
+    assert found.source.startswith("cgroup v1 ") and "/memory/sub/" in found.source
+
+
+def test_version_1_group_that_cannot_be_seen_falls_to_the_one_above(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/docker/abc\n",
+        **group_v1("sys/fs/cgroup/memory", usage=6 * GIB, limit=8 * GIB, inactive=GIB),
+    }
+    found = host_memory(record(tmp_path, files))
+    assert (found.available_bytes, found.limit_bytes) == (3 * GIB, 8 * GIB)
+
+
+def test_version_1_says_no_limit_with_a_huge_number(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/a\n",
+        **group_v1("sys/fs/cgroup/memory/a", usage=GIB, limit=9223372036854771712),
+    }
+    assert host_memory(record(tmp_path, files)).limit_bytes is None
+
+
+def test_hybrid_machine_counts_both_versions(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/a\n0::/a\n",
+        **group_v1("sys/fs/cgroup/memory/a", usage=GIB, limit=4 * GIB),
+        **group("sys/fs/cgroup/unified/a", usage=GIB, max=3 * GIB),
+    }
+    assert host_memory(record(tmp_path, files)).available_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize("path", ["/../other", "/gone", "/a b"])
+def test_group_outside_the_namespace_falls_to_the_mounted_one(tmp_path: Path, path: str) -> None:
+    files = {"proc/self/cgroup": f"0::{path}\n", **group("sys/fs/cgroup", usage=GIB, max=3 * GIB)}
+    assert host_memory(record(tmp_path, files)).available_bytes == 2 * GIB
+
+
+def test_half_a_group_is_no_limit(tmp_path: Path) -> None:
+    files: dict[str, str | int] = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": GIB}
+    assert host_memory(record(tmp_path, files)).limit_bytes is None
+
+
+def test_machine_without_proc_is_asked_through_psutil(tmp_path: Path) -> None:
+    assert host_memory(tmp_path).total_bytes == psutil.virtual_memory().total
+
+
+def test_this_machine_can_be_measured() -> None:
+    found = host_memory()
+    assert 0 <= found.available_bytes <= found.total_bytes == psutil.virtual_memory().total
+    assert any(mount.point == "/" for mount in mounts())
+
+
+def test_free_disk_is_what_an_unprivileged_process_may_fill(tmp_path: Path) -> None:
+    space = os.statvfs(tmp_path)
+    assert disk_space(tmp_path).total_bytes == space.f_blocks * space.f_frsize
+    assert abs(free_disk(tmp_path) - space.f_bavail * space.f_frsize) < GIB
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({"LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "4"}, 8),
+        ({"LOCAL_WORLD_SIZE": "0", "SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"LOCAL_WORLD_SIZE": "-3"}, 1),
+        ({"LOCAL_WORLD_SIZE": "many"}, 1),
+        ({"LOCAL_WORLD_SIZE": ""}, 1),
+        ({"LOCAL_WORLD_SIZE": "2.5"}, 1),
+        ({"LOCAL_WORLD_SIZE": "²"}, 1),
+    ],
+)
+def test_local_ranks_believes_the_launcher_and_ignores_nonsense(environment: dict[str, str], ranks: int) -> None:
+    assert local_ranks(environment) == ranks

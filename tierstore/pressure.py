@@ -1,0 +1,212 @@
+"""Measures how full the machine is: host memory, the container's limit, disks, and how many processes share them.
+
+It decides nothing and keeps nothing: every call reads the system anew. Files are read below `root`, so that recorded
+trees of other machines can be measured too. A limit set on any control group above this process counts; what the
+kernel can take back at once (inactive file pages) does not count as used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+_RANK_VARIABLES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory as this process may use it; `source` says what bounds `available_bytes`."""
+
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """A filesystem's size, and what is free on it for a process without privileges."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mounted filesystem: where, its type and options, and which folder of it is seen there."""
+
+    point: str
+    filesystem: str
+    options: tuple[str, ...] = ()
+    shown: str = "/"
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What the two versions of control groups call the same things."""
+
+    version: str
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: str
+
+
+_V1 = _Files("v1", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("v2", ("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """One control group's limit and what it leaves."""
+
+    available_bytes: int
+    limit_bytes: int
+    source: str
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Measure host memory: the machine's, or less where a control group of this process allows less."""
+    total, available = _machine(root)
+    bounds = [bound for bound in _bounds(root) if bound.limit_bytes < total]
+    limit = min((bound.limit_bytes for bound in bounds), default=None)
+    tightest = min(bounds, key=lambda bound: bound.available_bytes, default=None)
+    if tightest is None or tightest.available_bytes >= available:
+        return HostMemory(total, available, limit, "machine")
+    return HostMemory(total, tightest.available_bytes, limit, tightest.source)
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes free for this process on the folder's filesystem."""
+    return disk_space(folder).free_bytes
+
+
+def disk_space(place: Path | int) -> DiskSpace:
+    """Measure the filesystem of a folder or of an open file."""
+    usage = shutil.disk_usage(place)
+    return DiskSpace(total_bytes=usage.total, free_bytes=usage.free)
+
+
+def mounts(root: Path = Path("/")) -> list[Mount]:
+    """List what is mounted, in the order it was mounted: a later one hides an earlier one at the same point."""
+    lines = _lines(root / "proc/self/mountinfo")
+    if lines or root != Path("/"):
+        return [_mount(line) for line in lines]
+    disks = psutil.disk_partitions(all=True)
+    return [Mount(disk.mountpoint, disk.fstype, tuple(disk.opts.split(","))) for disk in disks]
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """How many training processes share this machine, as the launcher said it; 1 when nobody said anything usable."""
+    for name in _RANK_VARIABLES:
+        value = environment.get(name, "")
+        if value.isascii() and value.isdigit() and int(value) >= 1:
+            return int(value)
+    return 1
+
+
+def _machine(root: Path) -> tuple[int, int]:
+    fields = _fields(root / "proc/meminfo")
+    if "MemTotal:" in fields and "MemAvailable:" in fields:
+        return fields["MemTotal:"] * 1024, fields["MemAvailable:"] * 1024
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def _bounds(root: Path) -> Iterator[_Bound]:
+    for files, mount, folder in _own_groups(root):
+        while True:
+            bound = _bound(files, folder)
+            if bound is not None:
+                yield bound
+            if folder == mount:
+                break
+            folder = folder.parent
+
+
+def _own_groups(root: Path) -> Iterator[tuple[_Files, Path, Path]]:
+    """Each hierarchy that can limit memory: its files, where it is mounted, and this process's folder in it."""
+    mounted = _mounted_groups(root)
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            files = _V2
+        elif "memory" in controllers.split(","):
+            files = _V1
+        else:
+            continue
+        mount = mounted.get(files.version) or _usual_mount(root, files)
+        place = root / mount.point.lstrip("/")
+        yield files, place, place / _below(path, mount.shown)
+
+
+def _mounted_groups(root: Path) -> dict[str, Mount]:
+    """Where the hierarchy of each version that can limit memory is mounted."""
+    found: dict[str, Mount] = {}
+    for mount in mounts(root):
+        if mount.filesystem == "cgroup2":
+            found["v2"] = mount
+        elif mount.filesystem == "cgroup" and "memory" in mount.options:
+            found["v1"] = mount
+    return found
+
+
+def _usual_mount(root: Path, files: _Files) -> Mount:
+    if files is _V1:
+        return Mount("/sys/fs/cgroup/memory", "cgroup")
+    has_unified = (root / "sys/fs/cgroup/unified").is_dir()
+    return Mount("/sys/fs/cgroup/unified" if has_unified else "/sys/fs/cgroup", "cgroup2")
+
+
+def _mount(line: str) -> Mount:
+    """Read a line of mountinfo (proc(5)): blanks and backslashes in its paths are octal escapes."""
+    before, _, after = line.partition(" - ")
+    _, _, _, shown, point, *_ = (_unescape(part) for part in before.split())
+    filesystem, *_, options = after.split()
+    return Mount(point, filesystem, tuple(options.split(",")), shown)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _below(path: str, group: str) -> PurePosixPath:
+    """The process's group relative to the mounted one; a path that leads out of it (..) counts as the mounted one."""
+    own = PurePosixPath(path)
+    if ".." in own.parts:
+        return PurePosixPath()
+    return own.relative_to(group if own.is_relative_to(group) else "/")
+
+
+def _bound(files: _Files, folder: Path) -> _Bound | None:
+    limits = {name: value for name in files.limits if (value := _number(folder / name)) is not None}
+    used = _number(folder / files.usage)
+    if not limits or used is None:
+        return None
+    name = min(limits, key=lambda each: limits[each])
+    reclaimable = _fields(folder / "memory.stat").get(files.reclaimable, 0)
+    available = max(0, limits[name] - max(0, used - reclaimable))
+    return _Bound(available, limits[name], f"cgroup {files.version} {folder / name}")
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None when there is no file or no limit in it (`max`)."""
+    text = " ".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in _lines(path))
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
