@@ -1,0 +1,335 @@
+"""Owns the nvme tier's files: private to this process, reserved in full, gone when the process is.
+
+A swap file has no name from the moment it exists, so nothing is left whatever ends the process, and two processes in
+one folder cannot meet. Every byte it counts as its own is reserved on the disk, and a reservation that fails leaves
+the disk as it was. Never used for anything that must outlive the process, and never silently in a folder that is
+memory or a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import logging
+import mmap
+import os
+import secrets
+import tempfile
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
+from tierstore.io.base import ALIGNMENT
+from tierstore.pressure import disk_space, mounts
+
+SLAB_BYTES = 1 << 30
+"""Reserved at once: small enough to be interrupted, large enough to be contiguous."""
+
+_ZEROS_BYTES = 4 << 20
+_MEMORY = {"tmpfs", "ramfs", "rootfs", "hugetlbfs"}
+_NETWORK = {
+    *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "beegfs", "gpfs"),
+    *("afs", "ncpfs", "orangefs", "pvfs2", "coda", "davfs", "afpfs", "webdav", "ocfs2", "gfs2", "wekafs", "panfs"),
+}
+_LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.mergerfs", "fuse.bindfs", "fuse.ntfs-3g", "fuse.gocryptfs", "fuse.encfs"}
+
+_log = logging.getLogger("tierstore.swapfile")
+
+
+class FolderKind(enum.Enum):
+    """What the filesystem under a folder is made of."""
+
+    DISK = "disk"
+    MEMORY = "memory"
+    NETWORK = "network"
+
+
+class SwapFile:
+    """One unnamed file in a folder, with what `grow` reserved in it.
+
+    `direct` asks for O_DIRECT, or against it; None probes, and takes buffered I/O where it does not work. Afterwards
+    `direct` says which it is. Used by one thread, except `fd`, which engines use.
+    """
+
+    def __init__(self, folder: Path, *, direct: bool | None) -> None:
+        self.folder = folder
+        self.path = f"{folder}/tierstore-{os.getpid()} (unnamed)"
+        self.size_bytes = 0
+        self.fd = _open_unnamed(folder)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.fd)
+        try:
+            _warn_of_folder(folder)
+            self.direct = False if direct is False else self._try_direct(required=direct is True)
+        except BaseException:
+            self.close()
+            raise
+        _open_files.add(self)
+
+    def grow(self, nbytes: int) -> int:
+        """Reserve `nbytes` more, a multiple of 4096, and return the offset where they begin.
+
+        Raises DiskFullError or SwapError with file and disk as they were before.
+        """
+        self._check(nbytes)
+        self._check_space(nbytes)
+        offset = self.size_bytes
+        try:
+            for start in range(offset, offset + nbytes, SLAB_BYTES):
+                _reserve(self.fd, start, min(SLAB_BYTES, offset + nbytes - start))
+        except BaseException as error:
+            os.ftruncate(self.fd, offset)
+            if isinstance(error, OSError):
+                raise self._refusal(error, nbytes) from error
+            raise
+        self.size_bytes += nbytes
+        return offset
+
+    def shrink(self, nbytes: int) -> None:
+        """Give the last `nbytes` back to the disk; the caller no longer needs what is in them."""
+        self._check(nbytes)
+        if nbytes > self.size_bytes:
+            raise ValueError(f"{self.path} has {self.size_bytes} bytes, {nbytes} cannot be given back")
+        os.ftruncate(self.fd, self.size_bytes - nbytes)
+        self.size_bytes -= nbytes
+
+    def close(self) -> None:
+        """Give everything back to the disk. Idempotent; the engine must be done with the file."""
+        self._finalizer()
+        self.fd, self.size_bytes = -1, 0
+
+    def _check(self, nbytes: int) -> None:
+        if self.fd < 0:
+            raise StoreClosedError(f"{self.path} is closed")
+        if nbytes <= 0 or nbytes % ALIGNMENT:
+            raise AlignmentError(f"{self.path} grows and shrinks by multiples of {ALIGNMENT} bytes, not by {nbytes}")
+
+    def _check_space(self, nbytes: int) -> None:
+        space = disk_space(self.fd)
+        room = space.free_bytes - disk_margin(space.total_bytes)
+        if nbytes > room:
+            raise DiskFullError(errno.ENOSPC, self._too_full(nbytes, space.free_bytes, room), self.path)
+
+    def _too_full(self, nbytes: int, free: int, room: int) -> str:
+        most = (self.size_bytes + max(0, room)) // ALIGNMENT * ALIGNMENT
+        return (
+            f"{_sized(nbytes)} are needed in {self.folder}, which has {_sized(free)} free, of which tierstore leaves "
+            f"{_sized(free - room)}: lower tiers.nvme.capacity to at most {_sized(most)} in this folder, free space, "
+            "or add a folder on another disk to tiers.nvme.paths"
+        )
+
+    def _refusal(self, error: OSError, nbytes: int) -> SwapError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = disk_space(self.fd).free_bytes
+            return DiskFullError(error.errno, self._too_full(nbytes, free, free), self.path)
+        hint = "raise the file size limit (ulimit -f)" if error.errno == errno.EFBIG else "check the disk"
+        return SwapError(
+            error.errno or errno.EIO,
+            f"{_sized(nbytes)} could not be reserved ({error.strerror}): {hint}, or set tiers.nvme.paths to another",
+            self.path,
+        )
+
+    def _try_direct(self, *, required: bool) -> bool:
+        try:
+            _set_direct(self.fd, True)
+            _probe(self.fd)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._refusal(error, ALIGNMENT) from error
+            if required:
+                raise _no_direct(self.folder, error) from error
+            _log.info("swap files in %s are buffered: direct I/O does not work there (%s)", self.folder, error.strerror)
+            _set_direct(self.fd, False)
+            return False
+        return True
+
+
+def swap_folders(paths: Literal["auto"] | Sequence[Path]) -> list[Path]:
+    """Say which folders hold swap files: those given, or for `auto` $TIERSTORE_SWAP, or the temporary folder.
+
+    Raises PolicyError when a folder appears twice, SwapError when `auto` finds only memory or a network.
+    """
+    folders = _automatic() if paths == "auto" else [Path(path).expanduser() for path in paths]
+    if not folders:
+        raise PolicyError("tiers.nvme.paths is empty: name at least one folder, or auto")
+    seen: dict[str, Path] = {}
+    for folder in folders:
+        real = os.path.realpath(folder)
+        if real in seen:
+            raise PolicyError(f"tiers.nvme.paths names {real} twice, as {seen[real]} and {folder}: leave one out")
+        seen[real] = folder
+    return folders
+
+
+def describe_folder(folder: Path, *, root: Path = Path("/")) -> FolderKind:
+    """Say whether a folder is on a disk, in memory or on a network, by the filesystem mounted nearest above it."""
+    real = Path(os.path.realpath(folder))
+    nearest, filesystem = Path(), ""
+    for mount in mounts(root):
+        point = Path(mount.point)
+        if real.is_relative_to(point) and len(point.parts) >= len(nearest.parts):
+            nearest, filesystem = point, mount.filesystem
+    return _kind(filesystem)
+
+
+def disk_margin(total_bytes: int) -> int:
+    """Bytes to leave free on a filesystem of this size: max(1 GiB, 2 %), on one below 20 GiB 5 % of it."""
+    return min(max(1 << 30, total_bytes // 50), total_bytes // 20)
+
+
+def _automatic() -> list[Path]:
+    named = [Path(part).expanduser() for part in os.environ.get("TIERSTORE_SWAP", "").split(os.pathsep) if part]
+    if named:
+        return named
+    folder = Path(tempfile.gettempdir())
+    kind = describe_folder(folder)
+    if kind is FolderKind.DISK:
+        return [folder]
+    raise SwapError(
+        errno.EOPNOTSUPP,
+        f"the temporary folder is {_is_what(kind)} and no place for swap files: set tiers.nvme.paths, or the variable "
+        "TIERSTORE_SWAP, to a folder on a local disk",
+        str(folder),
+    )
+
+
+def _warn_of_folder(folder: Path) -> None:
+    kind = describe_folder(folder)
+    if kind is FolderKind.DISK:
+        return
+    harm = "saves no memory" if kind is FolderKind.MEMORY else "is slow and fails with the network"
+    warnings.warn(
+        f"the swap folder {folder} is {_is_what(kind)}, so that state there {harm}: set tiers.nvme.paths to a folder "
+        "on a local disk",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _is_what(kind: FolderKind) -> str:
+    return "memory" if kind is FolderKind.MEMORY else "on a network filesystem"
+
+
+def _kind(filesystem: str) -> FolderKind:
+    if filesystem in _MEMORY:
+        return FolderKind.MEMORY
+    is_remote_fuse = filesystem.startswith("fuse.") and filesystem not in _LOCAL_FUSE
+    return FolderKind.NETWORK if filesystem in _NETWORK or is_remote_fuse else FolderKind.DISK
+
+
+def _open_unnamed(folder: Path) -> int:
+    try:
+        fd = _open_tmpfile(folder)
+        os.fchmod(fd, 0o600)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return fd
+
+
+def _open_tmpfile(folder: Path) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(folder, flags | os.O_TMPFILE | os.O_EXCL, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+    name = os.path.join(folder, f".tierstore-{os.getpid()}-{secrets.token_hex(8)}")
+    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    os.unlink(name)
+    return fd
+
+
+def _unusable(folder: Path, error: OSError) -> SwapError:
+    reasons = {
+        errno.ENOENT: "does not exist: create it",
+        errno.ENOTDIR: "is not a folder: name a folder",
+        errno.EACCES: "cannot be written by this user: change its permissions",
+        errno.EPERM: "cannot be written by this user: change its permissions",
+        errno.EROFS: "is on a filesystem that is mounted read-only: mount it for writing",
+        errno.ENOSPC: "is on a filesystem without a free file entry: free some",
+    }
+    reason = reasons.get(error.errno or 0, f"cannot hold a swap file ({error.strerror}): check it")
+    text = f"the swap folder {folder} {reason}, or set tiers.nvme.paths to another one"
+    return SwapError(error.errno or errno.EIO, text, str(folder))
+
+
+def _reserve(fd: int, offset: int, length: int) -> None:
+    """Give the file blocks of its own from `offset` on."""
+    try:
+        os.posix_fallocate(fd, offset, length)
+    except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        _log.info("writing %d bytes of zeros, because this filesystem cannot reserve space (%s)", length, error)
+        _write_zeros(fd, offset, length)
+
+
+def _write_zeros(fd: int, offset: int, length: int) -> None:
+    end = offset + length
+    with mmap.mmap(-1, _ZEROS_BYTES) as zeros, memoryview(zeros) as view:
+        while offset < end:
+            written = os.pwrite(fd, view[: min(end - offset, _ZEROS_BYTES)], offset)
+            offset += written - written % ALIGNMENT or written
+
+
+def _set_direct(fd: int, is_direct: bool) -> None:
+    """Switch O_DIRECT of an open file; raises OSError where the filesystem has no such thing."""
+    if not hasattr(os, "O_DIRECT"):
+        if is_direct:
+            raise OSError(errno.EOPNOTSUPP, "this platform has no O_DIRECT")
+        return
+    import fcntl
+
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+
+
+def _probe(fd: int) -> None:
+    """Write a block of an empty file and read it back through O_DIRECT; the file is empty again afterwards.
+
+    The block is a written one: on blocks that are only reserved, reads that cannot work succeed.
+    """
+    pattern = secrets.token_bytes(ALIGNMENT)
+    try:
+        with mmap.mmap(-1, ALIGNMENT) as block:
+            block[:] = pattern
+            written = os.pwrite(fd, block, 0)
+            block[:] = bytes(ALIGNMENT)
+            read = os.preadv(fd, [block], 0)
+            if (written, read, block[:]) != (ALIGNMENT, ALIGNMENT, pattern):
+                raise OSError(errno.EIO, f"wrote {written} and read {read} of {ALIGNMENT} bytes, or others")
+    finally:
+        os.ftruncate(fd, 0)
+
+
+def _no_direct(folder: Path, error: OSError) -> SwapError:
+    text = f"direct I/O does not work in {folder} ({error.strerror}): set tiers.nvme.io.direct to auto or false"
+    return SwapError(error.errno or errno.EIO, text, str(folder))
+
+
+def _sized(nbytes: int) -> str:
+    return f"{nbytes} bytes ({nbytes / (1 << 20):.1f} MiB)"
+
+
+def _close_in(pid: int, fd: int) -> None:
+    if os.getpid() == pid:
+        os.close(fd)
+
+
+_open_files: weakref.WeakSet[SwapFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Drop a forked child's copies, which would keep the disk full after the parent has closed the files."""
+    for file in list(_open_files):
+        with contextlib.suppress(OSError):
+            os.close(file.fd)
+        file.fd, file.size_bytes = -1, 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
