@@ -1,0 +1,237 @@
+"""Policy to devices, tiers, store: the one place where names become objects and `auto` becomes a number.
+
+A `Plant` is a policy as this machine can carry it out: which tiers there are, which device stands behind gpu, where a
+parameter is computed. `Plant.build` reserves memory and disk for a list of chunks, or fails with both as they were.
+`Parts` holds the makers of everything that touches hardware, so that tests can hand in stand-ins.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tierstore.device import Device, HostDevice, host_for, open_device
+from tierstore.errors import DiskFullError, PolicyError
+from tierstore.io import Engine, open_engine
+from tierstore.placement import Asked, Need, Room, auto_chunk_bytes, place_homes, size_tiers, whole_pages
+from tierstore.policy import IoSettings, NvmeTier, Percent, TierPolicy
+from tierstore.pressure import disk_space, host_memory, local_ranks
+from tierstore.stats import IoStats
+from tierstore.store import ChunkInfo, Setup
+from tierstore.swapfile import SwapFile, disk_margin, swap_folders
+from tierstore.tiers import FileTier, MemoryTier, Tier
+from tierstore.transfer import TransferEngine
+
+SLABS_PER_TIER = 16
+"""A tier is reserved, and later given back, in about so many pieces."""
+
+_log = logging.getLogger("tierstore.build")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The makers of what touches hardware."""
+
+    open_device: Callable[[str, torch.device | None], Device | None] = open_device
+    host_for: Callable[..., HostDevice] = host_for
+    open_engine: Callable[..., Engine] = open_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A policy on this machine, for parameters on one accelerator or none."""
+
+    policy: TierPolicy
+    names: tuple[str, ...]  # the tiers that may be homes, fastest first
+    gpu: Device | None
+    parameters_on: torch.device | None
+    parts: Parts = Parts()
+
+    @property
+    def order(self) -> str:
+        """The order of updates, `auto` resolved."""
+        return "alternating" if self.policy.order == "auto" else self.policy.order
+
+    def compute_tier(self, device: torch.device) -> str:
+        """The tier in which the update of a parameter on `device` is computed.
+
+        Raises PolicyError if `compute: device` is asked for but the device has no tier.
+        """
+        has_tier = self.gpu is not None and self.gpu.torch_device == device
+        if self.policy.compute == "cpu" or (not has_tier and device.type == "cpu"):
+            return "cpu"
+        if not has_tier and self.policy.compute == "device":
+            raise PolicyError(f"compute: device needs a gpu tier on {device}, and the tiers are {', '.join(self.names)}")
+        return "gpu" if has_tier else "cpu"
+
+    def chunk_bytes(self, state_bytes: int, largest_element: int) -> int:
+        """Bytes of one extent: what the policy says, in whole pages, or what suits the state and the tier that computes."""
+        if self.policy.chunk_size != "auto":
+            return whole_pages(self.policy.chunk_size)
+        computing = self.policy.tiers.gpu if self.gpu is not None else self.policy.tiers.cpu
+        capacity = computing.capacity if computing is not None else "auto"
+        asked = None if capacity == "auto" else self._as_bytes("gpu" if self.gpu is not None else "cpu", capacity)
+        return auto_chunk_bytes(state_bytes, asked, smallest=max(1 << 14, whole_pages(1024 * largest_element + 4095)))
+
+    def rooms(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> dict[str, Room]:
+        """Extents of each tier for these chunks, `auto` resolved; checks that all find a home. Reserves nothing."""
+        needs = [Need(info.compute, info.named) for info in infos]
+        asked = {name: self._asked(name, extent_bytes) for name in self.names}
+        if "cpu" not in asked and (self.gpu is None or "nvme" in self.names or any(need.compute == "cpu" for need in needs)):
+            asked["cpu"] = Asked(None, homes=False)
+        rooms = size_tiers(needs, asked, order=self.order)
+        place_homes(needs, rooms, order=self.order, extent_bytes=extent_bytes)
+        return {name: rooms[name] for name in ("gpu", "cpu", "nvme") if name in rooms}
+
+    def build(self, rooms: Mapping[str, Room], extent_bytes: int) -> Setup:
+        """Reserve memory and disk. Raises CapacityError, SwapError or DiskFullError with nothing left reserved."""
+        nvme = self.policy.tiers.nvme
+        uses_files = "nvme" in rooms and rooms["nvme"].extents > 0 and nvme is not None
+        with ExitStack() as undo:
+            engine = self._open_engine(nvme.io) if uses_files and nvme is not None else None
+            if engine is not None:
+                undo.callback(engine.close)
+            tiers: dict[str, Tier] = {}
+            slabs = {name: max(1, room.extents // SLABS_PER_TIER) for name, room in rooms.items()}
+            for name, room in rooms.items():
+                if name == "nvme" and not uses_files:
+                    continue
+                tiers[name] = self._make_tier(name, extent_bytes, engine)
+                undo.callback(tiers[name].close)
+                if isinstance(tiers[name], FileTier):
+                    _check_disk(tiers[name], room.extents * extent_bytes)
+                tiers[name].grow(room.extents, slab_extents=slabs[name])
+            undo.pop_all()
+        self._tell(rooms, extent_bytes)
+        return Setup(
+            tiers=tiers,
+            homes=frozenset(name for name, room in rooms.items() if room.homes and name in tiers),
+            order=self.order,
+            slab_extents=slabs,
+            transfer=TransferEngine(engine, accelerator=self.gpu),
+            io=_io_stats(engine, tiers.get("nvme")),
+            timeout_seconds=nvme.io.timeout if nvme is not None else None,
+        )
+
+    def _make_tier(self, name: str, extent_bytes: int, engine: Engine | None) -> Tier:
+        if name == "gpu":
+            assert self.gpu is not None
+            return MemoryTier(name, self.gpu, extent_bytes)
+        if name == "cpu":
+            return MemoryTier(name, self.parts.host_for(self.parameters_on, pin_memory=self._pins_memory()), extent_bytes)
+        assert self.policy.tiers.nvme is not None and engine is not None
+        return FileTier(name, _open_files(self.policy.tiers.nvme, engine), extent_bytes)
+
+    def _pins_memory(self) -> bool:
+        cpu = self.policy.tiers.cpu
+        return True if cpu is None or cpu.pin_memory == "auto" else cpu.pin_memory
+
+    def _asked(self, name: str, extent_bytes: int) -> Asked:
+        capacity = getattr(self.policy.tiers, name).capacity
+        if capacity != "auto":
+            return Asked(self._as_bytes(name, capacity) // extent_bytes)
+        if name != "cpu":
+            return Asked(None)
+        return Asked(None, limit=max(1, host_memory().available_bytes // 2 // local_ranks() // extent_bytes))
+
+    def _as_bytes(self, name: str, capacity: int | Percent) -> int:
+        """Turn a share into bytes: of the device, of what machine and container allow, or of the swap paths' disks."""
+        if not isinstance(capacity, Percent):
+            return capacity
+        if name == "gpu" and self.gpu is not None:
+            total = self.gpu.memory_bytes()[1]
+        elif name == "cpu":
+            memory = host_memory()
+            total = memory.limit_bytes or memory.total_bytes
+        else:
+            assert self.policy.tiers.nvme is not None
+            total = sum(disk_space(folder).total_bytes for folder in swap_folders(self.policy.tiers.nvme.paths))
+        return int(total * capacity.fraction)
+
+    def _open_engine(self, io: IoSettings) -> Engine:
+        threads, depth, size = (None if value == "auto" else value for value in (io.threads, io.queue_depth, io.request_size))
+        engine = self.parts.open_engine(io.engine, threads=threads, queue_depth=depth, request_size=size)
+        if io.direct is True and not engine.supports_direct:
+            engine.close()
+            raise PolicyError(f"tiers.nvme.io.direct: true, but the {engine.name} engine is buffered: choose threads or libaio")
+        return engine
+
+    def _tell(self, rooms: Mapping[str, Room], extent_bytes: int) -> None:
+        for name, room in rooms.items():
+            staging = "" if room.homes else ", for staging only"
+            _log.info("%s: %d extents of %d bytes%s", name, room.extents, extent_bytes, staging)
+
+
+def plan_plant(policy: TierPolicy, devices: Sequence[torch.device], parts: Parts | None = None) -> Plant:
+    """See what of a policy this machine has, for parameters on `devices`.
+
+    A gpu tier without an accelerator is left out with one warning, or an error if the policy requires it. Raises
+    PolicyError too when parameters lie on two accelerators.
+    """
+    parts = parts or Parts()
+    accelerators = list(dict.fromkeys(device for device in devices if device.type not in ("cpu", "meta")))
+    if len(accelerators) > 1:
+        raise PolicyError(
+            f"parameters on {len(accelerators)} accelerators ({', '.join(map(str, accelerators))}): one optimizer serves one; "
+            f"make one TieredAdamW for each"
+        )
+    parameters_on = accelerators[0] if accelerators else None
+    gpu_tier = policy.tiers.gpu
+    gpu = None if gpu_tier is None else parts.open_device(gpu_tier.device, parameters_on)
+    names = tuple(name for name in policy.tiers.names if name != "gpu" or gpu is not None)
+    if gpu_tier is not None and gpu is None:
+        _without_gpu(gpu_tier.required, names, gpu_tier.device)
+    return Plant(policy, names, gpu, parameters_on, parts)
+
+
+def _without_gpu(is_required: bool, names: Sequence[str], device: str) -> None:
+    what = "the parameters are on the CPU" if device == "auto" else f"there is no {device}"
+    if is_required or not names:
+        raise PolicyError(f"tiers.gpu has no accelerator ({what}): move the model first, or let `device: cpu` stand in for one")
+    warnings.warn(
+        f"tierstore: {what}, so the gpu tier is left out; tiers in use: {', '.join(names)}", UserWarning, stacklevel=2
+    )
+
+
+def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
+    direct = None if nvme.io.direct == "auto" else nvme.io.direct
+    if not engine.supports_direct:
+        direct = False
+    files: list[SwapFile] = []
+    with ExitStack() as undo:
+        for folder in swap_folders(nvme.paths):
+            files.append(SwapFile(Path(folder), direct=direct))
+            undo.callback(files[-1].close)
+        undo.pop_all()
+    return files
+
+
+def _check_disk(tier: Tier, nbytes: int) -> None:
+    """Refuse before reserving anything when the swap paths together have too little free."""
+    assert isinstance(tier, FileTier)
+    spaces = [disk_space(file.fd) for file in tier.files]
+    for file, space in zip(tier.files, spaces, strict=True):
+        share = nbytes // len(tier.files)
+        room = space.free_bytes - disk_margin(space.total_bytes)
+        if share > room:
+            raise DiskFullError(
+                errno.ENOSPC,
+                f"{share:,} bytes of the nvme tier are to lie here, but {space.free_bytes:,} are free, of which "
+                f"{space.free_bytes - room:,} are left alone: lower tiers.nvme.capacity to at most "
+                f"{max(0, room) * len(tier.files):,} bytes, free space, or add a folder on another disk to tiers.nvme.paths",
+                str(file.folder),
+            )
+
+
+def _io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
+    if engine is None or not isinstance(tier, FileTier):
+        return IoStats("none", direct=False, paths=())
+    is_direct = all(file.direct for file in tier.files)
+    return IoStats(engine.name, direct=is_direct, paths=tuple(str(file.folder) for file in tier.files))
