@@ -68,7 +68,9 @@ class Plant:
         if self.policy.compute == "cpu" or (not has_tier and device.type == "cpu"):
             return "cpu"
         if not has_tier and self.policy.compute == "device":
-            raise PolicyError(f"compute: device needs a gpu tier on {device}, and the tiers are {', '.join(self.names)}")
+            raise PolicyError(
+                f"compute: device needs a gpu tier on {device}, and the tiers are {', '.join(self.names)}"
+            )
         return "gpu" if has_tier else "cpu"
 
     def chunk_bytes(self, state_bytes: int, largest_element: int) -> int:
@@ -84,7 +86,9 @@ class Plant:
         """Extents of each tier for these chunks, `auto` resolved; checks that all find a home. Reserves nothing."""
         needs = [Need(info.compute, info.named) for info in infos]
         asked = {name: self._asked(name, extent_bytes) for name in self.names}
-        if "cpu" not in asked and (self.gpu is None or "nvme" in self.names or any(need.compute == "cpu" for need in needs)):
+        if "cpu" not in asked and (
+            self.gpu is None or "nvme" in self.names or any(need.compute == "cpu" for need in needs)
+        ):
             asked["cpu"] = Asked(None, homes=False)
         rooms = size_tiers(needs, asked, order=self.order)
         place_homes(needs, rooms, order=self.order, extent_bytes=extent_bytes)
@@ -125,7 +129,9 @@ class Plant:
             assert self.gpu is not None
             return MemoryTier(name, self.gpu, extent_bytes)
         if name == "cpu":
-            return MemoryTier(name, self.parts.host_for(self.parameters_on, pin_memory=self._pins_memory()), extent_bytes)
+            return MemoryTier(
+                name, self.parts.host_for(self.parameters_on, pin_memory=self._pins_memory()), extent_bytes
+            )
         assert self.policy.tiers.nvme is not None and engine is not None
         return FileTier(name, _open_files(self.policy.tiers.nvme, engine), extent_bytes)
 
@@ -156,11 +162,15 @@ class Plant:
         return int(total * capacity.fraction)
 
     def _open_engine(self, io: IoSettings) -> Engine:
-        threads, depth, size = (None if value == "auto" else value for value in (io.threads, io.queue_depth, io.request_size))
+        threads, depth, size = (
+            None if value == "auto" else value for value in (io.threads, io.queue_depth, io.request_size)
+        )
         engine = self.parts.open_engine(io.engine, threads=threads, queue_depth=depth, request_size=size)
         if io.direct is True and not engine.supports_direct:
             engine.close()
-            raise PolicyError(f"tiers.nvme.io.direct: true, but the {engine.name} engine is buffered: choose threads or libaio")
+            raise PolicyError(
+                f"tiers.nvme.io.direct: true, but the {engine.name} engine is buffered: choose threads or libaio"
+            )
         return engine
 
     def _tell(self, rooms: Mapping[str, Room], extent_bytes: int) -> None:
@@ -194,7 +204,9 @@ def plan_plant(policy: TierPolicy, devices: Sequence[torch.device], parts: Parts
 def _without_gpu(is_required: bool, names: Sequence[str], device: str) -> None:
     what = "the parameters are on the CPU" if device == "auto" else f"there is no {device}"
     if is_required or not names:
-        raise PolicyError(f"tiers.gpu has no accelerator ({what}): move the model first, or let `device: cpu` stand in for one")
+        raise PolicyError(
+            f"tiers.gpu has no accelerator ({what}): move the model first, or let `device: cpu` stand in for one"
+        )
     warnings.warn(
         f"tierstore: {what}, so the gpu tier is left out; tiers in use: {', '.join(names)}", UserWarning, stacklevel=2
     )

@@ -115,18 +115,21 @@ class ChunkStore:
 
     # -- using chunks -------------------------------------------------------------------------------------------
 
-    def run(self, order: Sequence[int], upcoming: Sequence[int], use: Use) -> None:
+    def run(self, order: Sequence[int], upcoming: Sequence[int], use: Use, *, is_step: bool = True) -> None:
         """Bring each chunk of `order` to where it is used and call `use(chunk, record, is_fresh)`, in that order.
 
         The record is zeroed if fresh; `use` launches its work on the tier's device and must not keep the tensor.
-        `upcoming` is the order expected next time. Raises CapacityError before anything has moved, FailedStepError if an
+        `upcoming` is the order expected next time; `is_step` counts the run in `stats().step`. Raises CapacityError before anything has moved, FailedStepError if an
         earlier run broke off.
         """
         with self._entered():
             self._traffic.raise_errors()
             if self._failure is not None:
                 raise FailedStepError(self._failure)
-            self._execute(plan_step(order, upcoming, self._views(), self._traffic.room(), self._line), use)
+            plan = plan_step(order, upcoming, self._views(), self._traffic.room(), self._line)
+            update_seconds, wait_seconds = self._execute(plan, use)
+            if is_step:
+                self._count(plan, update_seconds, wait_seconds)
 
     @contextlib.contextmanager
     def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
@@ -278,11 +281,13 @@ class ChunkStore:
         for move in plan.moves:
             self._traffic.issue(move, self._infos[move.chunk].record_bytes)
 
-    def _execute(self, plan: Plan, use: Use) -> None:
+    def _execute(self, plan: Plan, use: Use) -> tuple[float, float]:
+        """Issue, wait and use in the plan's order; return the seconds spent using and waiting."""
         used: list[int] = []
         began, waited = time.perf_counter(), 0.0
         try:
             for action in plan.actions:
+                self._traffic.raise_errors()  # a move rolled back has taken the plan's ground away
                 if isinstance(action, Move):
                     self._traffic.issue(action, self._infos[action.chunk].record_bytes)
                 else:
@@ -290,7 +295,7 @@ class ChunkStore:
         except BaseException as error:
             self._break_off(used, error)
             raise
-        self._count(plan, time.perf_counter() - began - waited, waited)
+        return time.perf_counter() - began - waited, waited
 
     def _use(self, chunk: int, use: Use, used: list[int]) -> float:
         """Lease, use and release one chunk; return the seconds it was waited for."""
@@ -369,7 +374,9 @@ class ChunkStore:
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         if self._pid != os.getpid():
-            raise ForkedStoreError(f"this store belongs to process {self._pid}, of which this one is a fork: make a new one here")
+            raise ForkedStoreError(
+                f"this store belongs to process {self._pid}, of which this one is a fork: make a new one here"
+            )
         if not self._shut.alive:
             raise StoreClosedError("the store is closed and its state is gone; save state_dict() before close()")
         with self._sole_thread():

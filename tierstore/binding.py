@@ -1,0 +1,297 @@
+"""Binds the parameters in `param_groups` to chunks: layout, tiers and store for one set of parameters.
+
+A binding is made from the parameters as they are now and holds their step counts; when identity, shape, strides, dtype
+or device of one of them change, `is_current` says so and the optimizer makes another, carrying state over by position.
+It reads and writes state by chunk, never by copying more than one record at a time outside the tiers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tierstore.build import Parts, Plant, plan_plant
+from tierstore.device import map_host_memory
+from tierstore.errors import PolicyError
+from tierstore.kernels import self_test
+from tierstore.layout import (
+    Chunk,
+    ChunkClass,
+    Field,
+    Layout,
+    ParameterSpec,
+    Span,
+    as_real,
+    in_storage_order_of,
+    make_layout,
+)
+from tierstore.policy import TierPolicy
+from tierstore.results import Results
+from tierstore.store import ChunkInfo
+from tierstore.tensors import TieredStore
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One parameter at one position (its first, if it occurs more than once), as it was at binding."""
+
+    parameter: Tensor
+    group: int
+    name: str
+    is_covered: bool  # has room for state
+    amsgrad: bool
+    identity: tuple[Any, ...]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, as real numbers: a DTensor's shard, a complex tensor's pairs."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return as_real(local.detach())
+
+
+def needs_state(parameter: Tensor) -> bool:
+    """Whether a step may update the parameter."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def survey(groups: Sequence[Mapping[str, Any]], with_state: Iterable[int] = ()) -> list[Member]:
+    """List the distinct parameters of all groups in order. `with_state`: positions that have state already."""
+    held = set(with_state)
+    members: dict[int, Member] = {}
+    for number, group in enumerate(groups):
+        names = group.get("param_names") or [None] * len(group["params"])
+        for parameter, name in zip(group["params"], names, strict=True):
+            if id(parameter) in members:
+                continue
+            position = len(members)
+            members[id(parameter)] = Member(
+                parameter,
+                number,
+                name or f"param.{position}",
+                needs_state(parameter) or position in held,
+                bool(group["amsgrad"]),
+                _identity(parameter, group),
+            )
+    return list(members.values())
+
+
+def _identity(parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What must stay the same for a layout to stay right."""
+    local = getattr(parameter, "_local_tensor", parameter)
+    return (id(parameter), local.dtype, local.device, local.shape, local.stride(), group["amsgrad"], group.get("tier"))
+
+
+class Binding:
+    """Layout, store and step counts of the parameters in `groups`."""
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], policy: TierPolicy, parts: Parts, *, with_state: Iterable[int] = ()
+    ) -> None:
+        self.members = survey(groups, with_state)
+        self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
+        self.steps: dict[int, Tensor] = {}  # by position; a parameter has state exactly when it is here
+        blueprint = draw(self.members, groups, policy, parts)
+        self.policy = policy
+        self.plant = blueprint.plant
+        self.layout = blueprint.layout
+        self.results = Results.under(policy)
+        setup = blueprint.plant.build(
+            blueprint.plant.rooms(list(blueprint.infos.values()), blueprint.chunk_bytes), blueprint.chunk_bytes
+        )
+        layout, members = self.layout, self.members
+        self.store = TieredStore.over(setup, describe=lambda chunk: _describe(layout.chunks[chunk], members))
+        try:
+            self.store.add_chunks(blueprint.infos)
+            for member, spans in zip(members, layout.spans_of, strict=True):
+                shares = [(chunk.number, span.length * chunk.cls.element_bytes) for chunk, span in spans]
+                self.store.register(member.name, shares)
+        except BaseException:
+            self.store.close()
+            raise
+        self._record = map_host_memory(blueprint.chunk_bytes)
+        for dtype in {
+            field.dtype for chunk in layout.chunks for field in chunk.cls.fields[:1] if chunk.cls.compute == "cpu"
+        }:
+            self_test(dtype)
+
+    def is_current(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the parameters in `groups` are still those bound, and all that may be updated have room for state."""
+        number = 0
+        seen = set()
+        for index, group in enumerate(groups):
+            for parameter in group["params"]:
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                if number == len(self.members):
+                    return False
+                member = self.members[number]
+                if member.identity != _identity(parameter, group) or member.group != index:
+                    return False
+                if not member.is_covered and needs_state(parameter):
+                    return False
+                number += 1
+        return number == len(self.members)
+
+    def fields_of(self, position: int) -> tuple[Field, ...]:
+        """The fields that a parameter's state has in the tiers."""
+        return state_fields(self.members[position].parameter, self.policy, amsgrad=self.members[position].amsgrad)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def read(self, wanted: Mapping[int, Sequence[str]], results: Results) -> dict[int, dict[str, Tensor]]:
+        """Copy fields of parameters, by position, into 1-D CPU tensors in storage order; move no chunk."""
+        flat = {
+            (position, name): results.allocate(
+                local_of(self.members[position].parameter).numel(), self._dtype(position, name)
+            )
+            for position, names in wanted.items()
+            for name in names
+        }
+        for chunk in self._chunks_of(wanted):
+            record = self._record[: chunk.record_bytes]
+            is_fresh = not self.store.read_record(chunk.number, record)
+            for span in chunk.spans:
+                for name in wanted.get(span.parameter, ()):
+                    part = flat[span.parameter, name].narrow(0, span.start, span.length)
+                    if is_fresh:
+                        part.zero_()
+                    else:
+                        part.copy_(chunk.field(record, name).narrow(0, span.offset, span.length))
+        return {position: {name: flat[position, name] for name in names} for position, names in wanted.items()}
+
+    def write(self, values: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Set fields of parameters, by position, from tensors of the parameter's shape, on any device.
+
+        A field not given keeps its value. Chunks go through the tier that computes, as in a step.
+        """
+        chunks = {chunk.number: chunk for chunk in self._chunks_of(values)}
+        flat = {
+            position: {name: self._in_order(position, value) for name, value in fields.items()}
+            for position, fields in values.items()
+        }
+
+        def scatter(number: int, record: Tensor, is_fresh: bool) -> None:
+            chunk = chunks[number]
+            device = self.plant.gpu if chunk.cls.compute == "gpu" and self.plant.gpu is not None else None
+            work = lambda: _scatter(chunk, record, flat)  # noqa: E731
+            if device is None:
+                work()
+            else:
+                device.launch(work)
+
+        if chunks:
+            self.store.run(list(chunks), (), scatter, is_step=False)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait, as far as the device needs it, until launched work can be seen."""
+        if self.plant.gpu is not None:
+            self.plant.gpu.finish()
+
+    def _in_order(self, position: int, value: Tensor) -> Tensor:
+        return in_storage_order_of(local_of(self.members[position].parameter), local_of(value))
+
+    def _dtype(self, position: int, name: str) -> torch.dtype:
+        return next(field.dtype for field in self.fields_of(position) if field.name == name)
+
+    def _chunks_of(self, positions: Iterable[int]) -> list[Chunk]:
+        """The chunks that hold any of the parameters, each once, in order."""
+        chunks = {chunk.number: chunk for position in positions for chunk, _ in self.layout.spans_of[position]}
+        return [chunks[number] for number in sorted(chunks)]
+
+    def names_of(self, positions: Iterable[int]) -> str:
+        """The names of parameters, for a message."""
+        names = [self.members[position].name for position in positions]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+
+    def close(self) -> None:
+        """Give back memory, files and threads."""
+        self.store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What binding will make, before anything is reserved."""
+
+    plant: Plant
+    layout: Layout
+    infos: dict[int, ChunkInfo]
+    chunk_bytes: int
+
+
+def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy: TierPolicy, parts: Parts) -> Blueprint:
+    """Cut the parameters into chunks under the policy. Raises PolicyError for rules that cannot be followed."""
+    plant = plan_plant(policy, [local_of(member.parameter).device for member in members if member.is_covered], parts)
+    specs = []
+    for member in members:
+        local = local_of(member.parameter)
+        fields = state_fields(member.parameter, policy, amsgrad=member.amsgrad) if member.is_covered else ()
+        compute = plant.compute_tier(local.device)
+        named = _named_tier(member, groups[member.group], policy, plant.names, compute)
+        cls = ChunkClass(local.dtype, str(local.device), fields, compute, named)
+        specs.append(ParameterSpec(member.name, member.group, local.numel() if fields else 0, cls))
+    state_bytes = sum(spec.elements * spec.cls.element_bytes for spec in specs)
+    chunk_bytes = plant.chunk_bytes(state_bytes, max((spec.cls.element_bytes for spec in specs), default=0))
+    try:
+        layout = make_layout(specs, chunk_bytes)
+    except ValueError as error:
+        raise PolicyError(f"chunk_size: {error}") from error
+    infos = {chunk.number: ChunkInfo(chunk.record_bytes, chunk.cls.compute, chunk.cls.named) for chunk in layout.chunks}
+    return Blueprint(plant, layout, infos, chunk_bytes)
+
+
+def state_fields(parameter: Tensor, policy: TierPolicy, *, amsgrad: bool) -> tuple[Field, ...]:
+    """The fields of a parameter's state: moments in its real dtype, or float32 (with a master) if that is low precision."""
+    dtype = local_of(parameter).dtype
+    is_low = dtype in LOW_PRECISION
+    moments = torch.float32 if is_low else dtype
+    has_master = is_low and policy.state.master != "none"
+    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
+    master = (Field("master", torch.float32),) if has_master else ()
+    return (*master, *(Field(name, moments) for name in names))
+
+
+def _named_tier(
+    member: Member, group: Mapping[str, Any], policy: TierPolicy, names: Sequence[str], compute: str
+) -> str | None:
+    """The tier a parameter was told to live in: its group's `tier` key, else the first rule that matches its name."""
+    tier: str | None = group.get("tier")
+    if tier is None:
+        tier = next((rule.tier for rule in policy.placement if rule.matches(member.name)), None)
+    if tier is None or (tier == "gpu" and "gpu" not in names and "gpu" in policy.tiers.names):
+        return None  # the gpu tier was left out, with a warning
+    if tier not in names:
+        raise PolicyError(f"parameter {member.name}: tier {tier!r} is not among the tiers in use ({', '.join(names)})")
+    if tier == "gpu" and compute == "cpu":
+        raise PolicyError(
+            f"parameter {member.name}: its update is computed on the cpu, so its state cannot live in the gpu tier: "
+            f"take the `tier` key or the placement rule away, or set compute: device"
+        )
+    return tier
+
+
+def _scatter(chunk: Chunk, record: Tensor, values: Mapping[int, Mapping[str, Tensor]]) -> None:
+    for span in chunk.spans:
+        for name, flat in values.get(span.parameter, {}).items():
+            part = flat.narrow(0, span.start, span.length)
+            chunk.field(record, name).narrow(0, span.offset, span.length).copy_(part)
+
+
+def _describe(chunk: Chunk, members: Sequence[Member]) -> str:
+    """Words for a chunk in errors: its number and the parameters in it."""
+    counts = Counter(span.parameter for span in chunk.spans)
+    parts = [_describe_span(span, members) for span in chunk.spans[:4]]
+    more = f" and {len(counts) - 4} more" if len(counts) > 4 else ""
+    return f"chunk {chunk.number} ({', '.join(parts)}{more})"
+
+
+def _describe_span(span: Span, members: Sequence[Member]) -> str:
+    return f"{members[span.parameter].name}[{span.start}:{span.start + span.length}]"

@@ -1,0 +1,517 @@
+"""`TieredAdamW`: torch's AdamW, with its state in a tiered store.
+
+A step gathers what has a gradient, binds if the parameters are not those bound, and runs the chunks through the store:
+each is brought to where it is updated, `kernels` updates its pieces, and it is written back or kept. Everything a user,
+a scheduler or a framework may do to a `torch.optim.AdamW` works here too; `state` reads and writes through (see
+`state_view`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from tierstore.binding import Binding, draw, local_of, survey
+from tierstore.build import Parts
+from tierstore.errors import FailedStepError, PolicyError, StateDictError, StoreClosedError
+from tierstore.kernels import Hyper, Piece, Scratch, update
+from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
+from tierstore.policy import TIER_NAMES, TierPolicy
+from tierstore.state_view import Handed, StateView, check_state, materialise, write_state
+from tierstore.tensors import TieredStore
+
+_KEPT = ("_step_supports_amp_scaling",)
+
+
+class TieredAdamW(torch.optim.AdamW):
+    """AdamW with its state on the GPU, in pinned host memory and in NVMe swap files.
+
+    The arguments are torch.optim.AdamW's, in its order, then, by keyword only:
+
+    policy: a TierPolicy, a mapping, or the path of a YAML file. None: all tiers, sized by themselves.
+    tiers: names of the tiers to use, from the policy or with defaults, e.g. `["cpu", "nvme"]`.
+
+    A parameter group may carry `tier`, the tier its state lives in. The numbers are those of torch's fused AdamW for
+    float32 parameters to the last bit, wherever the state lies; bfloat16 and float16 parameters are updated through a
+    float32 master. Raises what torch.optim.AdamW raises, PolicyError for a wrong policy, CapacityError if state does not
+    fit. Memory and files are reserved at the first step, load or use of `store`, and given back by `close()`.
+    """
+
+    parts: ClassVar[Parts] = Parts()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        policy: TierPolicy | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        tiers: Sequence[str] | None = None,
+    ) -> None:
+        self._begin(TierPolicy.load(policy, tiers=tiers))
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        _refuse_what_cannot_be_honoured(foreach, capturable, differentiable, fused)
+        for group in (self.defaults, *self.param_groups):
+            group["fused"] = True  # so that torch's AdamW, given this state dict, keeps the same arithmetic
+        self._check_fits()
+
+    def _begin(self, policy: TierPolicy) -> None:
+        """Set what must be there before torch's constructor and `__setstate__` assign to `state`."""
+        self._policy = policy
+        self._binding: Binding | None = None
+        self._handed: Handed | None = None
+        self._pending: dict[Tensor, Mapping[str, Any]] | None = None
+        self._scratch = Scratch()
+        self._is_reversed = False
+        self._is_closed = False
+
+    def _check_fits(self) -> None:
+        """Find out before training whether all state will find room; parameters on `meta` are looked at later."""
+        members = survey(self.param_groups)
+        if any(local_of(member.parameter).device.type == "meta" for member in members):
+            return
+        blueprint = draw(members, self.param_groups, self._policy, self.parts)
+        blueprint.plant.rooms(list(blueprint.infos.values()), blueprint.chunk_bytes)
+
+    # -- stepping -----------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # type: ignore[misc]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return the closure's loss, if there is a closure.
+
+        Returns once the parameters are final; chunks may still be on their way back, and an error of theirs is raised by
+        the next call, with the chunk safe where it was. Raises FailedStepError if an earlier step broke off half-way.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_capture()
+        gradients = self._gradients()
+        if gradients and not self._is_skipped():
+            binding, handed = self.bound()
+            handed.absorb()
+            self._update({binding.position[id(parameter)]: parameter for parameter in gradients}, gradients, binding)
+            handed.forget()
+        return loss
+
+    def _gradients(self) -> Counter[Tensor]:
+        """The parameters that have gradients, and how often each occurs in its group."""
+        found: Counter[Tensor] = Counter()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if parameter.grad.is_sparse:
+                        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+                    found[parameter] += 1
+        return found
+
+    def _is_skipped(self) -> bool:
+        """Whether a GradScaler found infinities: then nothing changes, step counts included."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and bool(found_inf)
+
+    def _update(self, participants: Mapping[int, Tensor], times: Counter[Tensor], binding: Binding) -> None:
+        """Run the chunks of all participants through the store."""
+        new = {position for position in participants if position not in binding.steps}
+        binding.steps.update({position: torch.tensor(0.0) for position in sorted(new)})
+        _advance(binding, participants, times, sign=1)
+        work = _StepWork(
+            binding,
+            {position: (parameter, times[parameter]) for position, parameter in participants.items()},
+            [_hyper(group) for group in self.param_groups],
+            new,
+            self._scratch,
+            getattr(self, "grad_scale", None),
+        )
+        chunks = [chunk.number for chunk in binding.layout.chunks]
+        if self._is_reversed and binding.plant.order == "alternating":
+            chunks.reverse()
+        order = [number for number in chunks if work.takes_part(binding.layout.chunks[number])]
+        upcoming = chunks[::-1] if binding.plant.order == "alternating" else chunks
+        try:
+            binding.store.run(order, upcoming, work.use)
+            binding.finish()
+        except BaseException as error:
+            self._tell_failure(binding, work, error)
+            _advance(binding, participants, times, sign=-1)
+            for position in new:
+                del binding.steps[position]
+            raise
+        self._is_reversed = not self._is_reversed
+
+    def _tell_failure(self, binding: Binding, work: _StepWork, error: BaseException) -> None:
+        """If chunks were updated before the error, say which parameters, and refuse steps until state is loaded."""
+        chunks = binding.store.broken_off
+        if chunks is None or isinstance(error, FailedStepError):
+            return
+        touched = {span.parameter for number in chunks for span in binding.layout.chunks[number].spans}
+        done = sorted(touched & work.finished)
+        part = sorted((touched & set(work.participants)) - work.finished)
+        binding.store.fail(
+            f"an earlier step broke off ({error}), so parameters and state no longer belong to one step. Updated: "
+            f"{binding.names_of(done)}; in part: {binding.names_of(part)}; all others not. Load parameters and optimizer "
+            f"state from a checkpoint: load_state_dict() allows steps again"
+        )
+
+    def _refuse_capture(self) -> None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None and accelerator.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("TieredAdamW.step() reads and writes files: it cannot be captured in a CUDA graph")
+
+    # -- binding ------------------------------------------------------------------------------------------------
+
+    def bound(self) -> tuple[Binding, Handed]:
+        """The binding of the parameters as they are now, made or made again if need be."""
+        if self._is_closed:
+            raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
+        if self._binding is None or self._handed is None:
+            self._bind({})
+        elif not self._binding.is_current(self.param_groups):
+            self._rebind(self._binding, self._handed)
+        assert self._binding is not None and self._handed is not None
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._load(pending)
+        return self._binding, self._handed
+
+    def _bind(self, carried: Mapping[int, Mapping[str, Any]]) -> None:
+        self._binding = Binding(self.param_groups, self._policy, self.parts, with_state=carried)
+        self._handed = Handed(self._binding)
+        if carried:
+            write_state(self, carried, is_whole=True)
+
+    def _rebind(self, old: Binding, handed: Handed) -> None:
+        """Make a binding for the parameters as they are now, carrying state over by position."""
+        carried = materialise(old, handed) if old.steps and self._pending is None else {}
+        members = survey(self.param_groups, carried)
+        for position, state in carried.items():
+            if position >= len(members):
+                raise StateDictError(f"{old.members[position].name} has state, but is no longer in param_groups")
+            if local_of(members[position].parameter).dtype != local_of(old.members[position].parameter).dtype:
+                state.pop("master", None)  # the parameter in its new dtype is the truth
+            check_state(members[position].parameter, members[position].name, state, is_whole=True)
+        if old.store.broken_off is not None and self._pending is None:
+            raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
+        self._binding = self._handed = None
+        old.close()
+        self._bind(carried)
+
+    def _load(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Replace all state."""
+        binding, handed = self.bound()
+        binding.store.forgive()
+        handed.forget()
+        binding.steps.clear()
+        write_state(
+            self,
+            {self.position_of(parameter): state for parameter, state in states.items() if state},
+            is_whole=True,
+        )
+
+    def position_of(self, parameter: object) -> int:
+        """The position of a parameter among the distinct ones. Raises KeyError for anything else."""
+        binding, _ = self.bound()
+        return binding.position[id(parameter)]
+
+    def has_state(self) -> bool:
+        """Whether there may be any state; False spares making a binding to find none."""
+        return bool(self._pending) or (self._binding is not None and bool(self._binding.steps))
+
+    @property
+    def store(self) -> TieredStore:
+        """The store that holds the state: `where()`, `stats()`, `check()`, `resize()`."""
+        return self.bound()[0].store
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> StateView:
+        """Parameters to their states, read and written through to the store."""
+        return StateView(self)
+
+    @state.setter
+    def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        self._pending = {parameter: _unwrap(state) for parameter, state in states.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.AdamW's, all tensors on the CPU; low-precision parameters have a `master` more.
+
+        The tensors are copies, unaffected by later steps. State larger than the policy grants in memory is returned as
+        mappings of an unnamed file in the swap folder.
+        """
+        handle = self.register_state_dict_post_hook(_materialise_entries, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class or torch.optim.AdamW saved; state stays in its tiers and its dtype.
+
+        Raises ValueError or StateDictError, with the optimizer unchanged, for state of another optimizer or model.
+        """
+        handle = self.register_load_state_dict_pre_hook(_check_and_wrap)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        self.bound()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the group may carry `tier`, one of gpu, cpu and nvme."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group.get("tier", TIER_NAMES[0]) not in TIER_NAMES:
+            del self.param_groups[-1]
+            raise PolicyError(f"a parameter group has tier {group['tier']!r}; allowed: {', '.join(TIER_NAMES)}")
+        if group["fused"] is None:
+            group["fused"] = self.defaults["fused"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: self.__dict__[name] for name in _KEPT if name in self.__dict__}
+        state = {parameter: dict(fields) for parameter, fields in self._materialised().items()}
+        return {**super().__getstate__(), **kept, "state": state, "tierstore_policy": self._policy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        policy, values = state.pop("tierstore_policy", None), state.pop("state", None)
+        if "_policy" not in self.__dict__:
+            self._begin(policy if policy is not None else TierPolicy.load())
+        super().__setstate__(state)
+        if values is not None:
+            self.state = values
+
+    def _materialised(self) -> dict[Tensor, dict[str, Any]]:
+        if not self.has_state():
+            return {}
+        binding, handed = self.bound()
+        return {binding.members[position].parameter: state for position, state in materialise(binding, handed).items()}
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back memory, files and threads; the state is gone. Idempotent."""
+        self._is_closed = True
+        self._handed = None
+        self._pending = None
+        if self._binding is not None:
+            self._binding.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass
+class _StepWork:
+    """One step's gradients and options, and how a chunk is updated with them."""
+
+    binding: Binding
+    participants: dict[int, tuple[Tensor, int]]
+    hypers: list[Hyper]
+    new: set[int]
+    scratch: Scratch
+    grad_scale: Tensor | None
+    finished: set[int] = field(default_factory=set)
+    _flat: dict[int, _Flat] = field(default_factory=dict)
+
+    def takes_part(self, chunk: Chunk) -> bool:
+        """Whether any parameter in the chunk has a gradient."""
+        return any(span.parameter in self.participants for span in chunk.spans)
+
+    def use(self, number: int, record: Tensor, is_fresh: bool) -> None:
+        """Launch the update of one chunk on the device of the tier that computes it."""
+        chunk = self.binding.layout.chunks[number]
+        gpu = self.binding.plant.gpu
+        if chunk.cls.compute == "gpu" and gpu is not None:
+            gpu.launch(lambda: self._update(chunk, record))
+        else:
+            self._update(chunk, record)
+
+    def _update(self, chunk: Chunk, record: Tensor) -> None:
+        fields = {name.name: chunk.field(record, name.name) for name in chunk.cls.fields}
+        pieces: dict[int, list[Piece]] = {}
+        spans = [span for span in chunk.spans if span.parameter in self.participants]
+        for span in spans:
+            group = self.binding.members[span.parameter].group
+            pieces.setdefault(group, []).extend(self._pieces(span, fields))
+        for group, members in pieces.items():
+            update(
+                members,
+                self.hypers[group],
+                self.scratch,
+                check_parameters=self.binding.policy.check_parameters,
+                grad_scale=self.grad_scale,
+            )
+        for span in spans:
+            self._end_span(span)
+
+    def _pieces(self, span: Span, fields: Mapping[str, Tensor]) -> list[Piece]:
+        """The piece that a span stands for, as often as its parameter occurs in its group."""
+        flat = self._flat_of(span.parameter)
+
+        def part(name: str) -> Tensor:
+            return fields[name].narrow(0, span.offset, span.length)
+
+        piece = Piece(
+            flat.parameter.narrow(0, span.start, span.length),
+            flat.gradient.narrow(0, span.start, span.length),
+            part("exp_avg"),
+            part("exp_avg_sq"),
+            part("max_exp_avg_sq") if "max_exp_avg_sq" in fields else None,
+            part("master") if "master" in fields else None,
+            self.binding.steps[span.parameter],
+            span.parameter in self.new,
+        )
+        return [piece] * self.participants[span.parameter][1]
+
+    def _flat_of(self, position: int) -> _Flat:
+        if position not in self._flat:
+            self._flat[position] = _Flat.of(self.participants[position][0])
+        return self._flat[position]
+
+    def _end_span(self, span: Span) -> None:
+        flat = self._flat[span.parameter]
+        flat.elements_left -= span.length
+        if flat.elements_left == 0:
+            flat.put_back()
+            del self._flat[span.parameter]
+            self.finished.add(span.parameter)
+
+
+@dataclass
+class _Flat:
+    """A parameter and its gradient as 1-D tensors in one storage order: views where that is possible, else copies."""
+
+    parameter: Tensor
+    gradient: Tensor
+    elements_left: int
+    original: Tensor | None  # what the copy must be written to
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Flat:
+        assert parameter.grad is not None
+        local, gradient = local_of(parameter), local_of(parameter.grad)
+        flat = in_storage_order_of(local, local)
+        return cls(flat, in_storage_order_of(local, gradient), flat.numel(), None if is_dense(local) else local)
+
+    def put_back(self) -> None:
+        """Write the copy of a parameter that is not dense to where it came from."""
+        if self.original is not None:
+            self.original.copy_(self.parameter.view(self.original.shape))
+
+
+def _advance(binding: Binding, participants: Mapping[int, Tensor], times: Counter[Tensor], *, sign: int) -> None:
+    """Count the step in every participant, once for each time it occurs in its group, as torch does."""
+    steps = [binding.steps[position] for position in participants]
+    torch._foreach_add_(steps, [float(sign * times[parameter]) for parameter in participants.values()])
+
+
+def _hyper(group: Mapping[str, Any]) -> Hyper:
+    beta1, beta2 = group["betas"]
+    return Hyper(
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        amsgrad=bool(group["amsgrad"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+def _refuse_what_cannot_be_honoured(
+    foreach: bool | None, capturable: bool, differentiable: bool, fused: bool | None
+) -> None:
+    if differentiable:
+        raise RuntimeError("TieredAdamW does not support `differentiable`: its state is outside autograd's reach")
+    if capturable:
+        raise RuntimeError("TieredAdamW does not support `capturable`: a step reads and writes files")
+    if foreach or fused is False:
+        raise RuntimeError("TieredAdamW has torch's fused arithmetic only: leave out `foreach` and `fused=False`")
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------
+
+
+class _Loaded:
+    """Carries a parameter's state through torch's load, which would cast it to the parameter's dtype and device."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Loaded:
+        return self
+
+
+def _unwrap(state: Any) -> Mapping[str, Any]:
+    return state.state if isinstance(state, _Loaded) else state
+
+
+def _materialise_entries(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Turn the views in a state dict into plain dicts of tensors, reading each chunk once."""
+    if optimizer.has_state():
+        binding, handed = optimizer.bound()
+        by_position = materialise(binding, handed)
+        index = _first_indices(optimizer)
+        state_dict["state"] = {index[position]: state for position, state in by_position.items()}
+    return state_dict
+
+
+def _first_indices(optimizer: Any) -> list[int]:
+    """The id that torch gives each distinct parameter in a state dict."""
+    indices: dict[int, int] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            indices.setdefault(id(parameter), number)
+            number += 1
+    return list(indices.values())
+
+
+def _check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Refuse state that does not fit, before anything changes; wrap what fits. Counts of groups are torch's to check."""
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    present = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", group["params"])]
+    if len(saved) != len(present):
+        return state_dict
+    by_key = {key: (parameter, name) for key, parameter, name in zip(saved, present, names, strict=True)}
+    wrapped: dict[Any, Any] = {}
+    for key, state in state_dict["state"].items():
+        if key not in by_key:
+            raise StateDictError(f"the state dict has state for {key!r}, which is in none of its param_groups")
+        parameter, name = by_key[key]
+        check_state(parameter, name if isinstance(name, str) else f"parameter {key}", state, is_whole=True)
+        wrapped[key] = _Loaded(state)
+    return {**state_dict, "state": wrapped}

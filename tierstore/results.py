@@ -1,0 +1,80 @@
+"""Memory for tensors that are handed out: state that a caller reads, or takes away in a state dict.
+
+Small results are ordinary memory. Beyond what the policy grants they are mappings of an unnamed, reserved file in the
+swap folder, each tensor with a storage of its own over its own part, so that reading state larger than memory does not
+take it. The file's space is given back when the last tensor over it is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import SwapError
+from tierstore.layout import RECORD_ALIGNMENT, round_up
+from tierstore.policy import TierPolicy
+from tierstore.swapfile import SwapFile, swap_folders
+
+PIECE_BYTES = 64 << 20
+
+
+@dataclass
+class _Piece:
+    """A mapped part of a file, filled from the front."""
+
+    view: memoryview
+    used: int = 0
+
+
+class Results:
+    """Hands out 1-D CPU tensors: memory up to `granted_bytes` in all, file mappings beyond."""
+
+    def __init__(self, granted_bytes: float, folder: Path | None) -> None:
+        self._granted_bytes = granted_bytes
+        self._folder = folder
+        self._in_memory = 0
+        self._piece: _Piece | None = None
+
+    @classmethod
+    def under(cls, policy: TierPolicy, expected_bytes: int = 0) -> Results:
+        """Grant what the cpu tier was granted; everything where there is no nvme tier, so no place for files.
+
+        `expected_bytes`: if so much is going to be taken and is more than the grant, all of it is mapped.
+        """
+        cpu, nvme = policy.tiers.cpu, policy.tiers.nvme
+        if nvme is None:
+            return cls(math.inf, None)
+        granted = cpu.capacity if cpu is not None and isinstance(cpu.capacity, int) else 256 << 20
+        try:
+            folder = Path(swap_folders(nvme.paths)[0])
+        except SwapError:  # no folder to swap in was needed so far, so state is in memory as it is
+            return cls(math.inf, None)
+        return cls(0 if expected_bytes > granted else granted, folder)
+
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Make a 1-D tensor with a storage of its own, its values undefined. Raises DiskFullError."""
+        nbytes = elements * dtype.itemsize
+        if nbytes == 0 or self._in_memory + nbytes <= self._granted_bytes or self._folder is None:
+            self._in_memory += nbytes
+            return torch.empty(elements, dtype=dtype)
+        padded = round_up(nbytes, RECORD_ALIGNMENT)
+        if self._piece is None or self._piece.used + padded > len(self._piece.view):
+            self._piece = _Piece(_map_reserved(self._folder, max(PIECE_BYTES, padded)))
+        start = self._piece.used
+        self._piece.used += padded
+        return torch.frombuffer(self._piece.view[start : start + nbytes], dtype=dtype)
+
+
+def _map_reserved(folder: Path, nbytes: int) -> memoryview:
+    """Map `nbytes` of a new unnamed file; the mapping keeps the file, so the descriptor can go."""
+    file = SwapFile(folder, direct=False)
+    try:
+        offset = file.grow(nbytes)
+        return memoryview(mmap.mmap(file.fd, nbytes, offset=offset))
+    finally:
+        file.close()
