@@ -30,6 +30,7 @@ from tierstore.layout import (
     in_storage_order_of,
     make_layout,
 )
+from tierstore.placement import Room
 from tierstore.policy import TierPolicy
 from tierstore.results import Results
 from tierstore.store import ChunkInfo
@@ -101,10 +102,7 @@ class Binding:
         self.policy = policy
         self.plant = blueprint.plant
         self.layout = blueprint.layout
-        self.results = Results.under(policy)
-        setup = blueprint.plant.build(
-            blueprint.plant.rooms(list(blueprint.infos.values()), blueprint.chunk_bytes), blueprint.chunk_bytes
-        )
+        setup = self.plant.build(blueprint.rooms(), blueprint.chunk_bytes)
         layout, members = self.layout, self.members
         self.store = TieredStore.over(setup, describe=lambda chunk: _describe(layout.chunks[chunk], members))
         try:
@@ -180,21 +178,11 @@ class Binding:
 
         def scatter(number: int, record: Tensor, is_fresh: bool) -> None:
             chunk = chunks[number]
-            device = self.plant.gpu if chunk.cls.compute == "gpu" and self.plant.gpu is not None else None
-            work = lambda: _scatter(chunk, record, flat)  # noqa: E731
-            if device is None:
-                work()
-            else:
-                device.launch(work)
+            self.plant.launch(chunk.cls.compute, lambda: _scatter(chunk, record, flat))
 
         if chunks:
             self.store.run(list(chunks), (), scatter, is_step=False)
-        self.finish()
-
-    def finish(self) -> None:
-        """Wait, as far as the device needs it, until launched work can be seen."""
-        if self.plant.gpu is not None:
-            self.plant.gpu.finish()
+        self.plant.finish()
 
     def _in_order(self, position: int, value: Tensor) -> Tensor:
         return in_storage_order_of(local_of(self.members[position].parameter), local_of(value))
@@ -226,6 +214,10 @@ class Blueprint:
     infos: dict[int, ChunkInfo]
     chunk_bytes: int
 
+    def rooms(self) -> dict[str, Room]:
+        """Extents of each tier. Raises CapacityError if not all chunks find a home."""
+        return self.plant.rooms(list(self.infos.values()), self.chunk_bytes)
+
 
 def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy: TierPolicy, parts: Parts) -> Blueprint:
     """Cut the parameters into chunks under the policy. Raises PolicyError for rules that cannot be followed."""
@@ -249,7 +241,7 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
 
 
 def state_fields(parameter: Tensor, policy: TierPolicy, *, amsgrad: bool) -> tuple[Field, ...]:
-    """The fields of a parameter's state: moments in its real dtype, or float32 (with a master) if that is low precision."""
+    """The fields of a parameter's state: moments in its real dtype, or float32 and a master if that is too low."""
     dtype = local_of(parameter).dtype
     is_low = dtype in LOW_PRECISION
     moments = torch.float32 if is_low else dtype

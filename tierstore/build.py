@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,10 @@ from tierstore.transfer import TransferEngine
 
 SLABS_PER_TIER = 16
 """A tier is reserved, and later given back, in about so many pieces."""
+
+MOST_EXTENTS_GROWN = 64
+MOST_BYTES_GROWN = 64 << 20
+"""A tier that grows chunk by chunk does so by at most this much at once."""
 
 _log = logging.getLogger("tierstore.build")
 
@@ -73,6 +77,18 @@ class Plant:
             )
         return "gpu" if has_tier else "cpu"
 
+    def launch(self, tier: str, work: Callable[[], None]) -> None:
+        """Run tensor operations on the device of the tier that computes."""
+        if tier == "gpu" and self.gpu is not None:
+            self.gpu.launch(work)
+        else:
+            work()
+
+    def finish(self) -> None:
+        """Make the results of launched work visible to whoever uses the tensors next."""
+        if self.gpu is not None:
+            self.gpu.finish()
+
     def chunk_bytes(self, state_bytes: int, largest_element: int) -> int:
         """Bytes of one extent: what the policy says, in whole pages, or what suits the state and the tier that computes."""
         if self.policy.chunk_size != "auto":
@@ -85,25 +101,32 @@ class Plant:
     def rooms(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> dict[str, Room]:
         """Extents of each tier for these chunks, `auto` resolved; checks that all find a home. Reserves nothing."""
         needs = [Need(info.compute, info.named) for info in infos]
-        asked = {name: self._asked(name, extent_bytes) for name in self.names}
-        if "cpu" not in asked and (
-            self.gpu is None or "nvme" in self.names or any(need.compute == "cpu" for need in needs)
-        ):
-            asked["cpu"] = Asked(None, homes=False)
+        asked = self.asked(any(need.compute == "cpu" for need in needs), extent_bytes)
         rooms = size_tiers(needs, asked, order=self.order)
         place_homes(needs, rooms, order=self.order, extent_bytes=extent_bytes)
         return {name: rooms[name] for name in ("gpu", "cpu", "nvme") if name in rooms}
 
-    def build(self, rooms: Mapping[str, Room], extent_bytes: int) -> Setup:
-        """Reserve memory and disk. Raises CapacityError, SwapError or DiskFullError with nothing left reserved."""
+    def asked(self, computes_on_cpu: bool, extent_bytes: int) -> dict[str, Asked]:
+        """What the policy asks of each tier; a cpu tier for staging joins where chunks must pass through host memory."""
+        asked = {name: self._asked(name, extent_bytes) for name in self.names}
+        if "cpu" not in asked and (self.gpu is None or "nvme" in self.names or computes_on_cpu):
+            asked["cpu"] = Asked(None, homes=False)
+        return {name: asked[name] for name in ("gpu", "cpu", "nvme") if name in asked}
+
+    def build(self, rooms: Mapping[str, Room], extent_bytes: int, *, growing: Collection[str] = ()) -> Setup:
+        """Reserve memory and disk. Raises CapacityError, SwapError or DiskFullError with nothing left reserved.
+
+        Tiers that are `growing` are opened even if they have no extents yet, and grow by slabs of a fixed size.
+        """
         nvme = self.policy.tiers.nvme
-        uses_files = "nvme" in rooms and rooms["nvme"].extents > 0 and nvme is not None
+        uses_files = nvme is not None and "nvme" in rooms and (rooms["nvme"].extents > 0 or "nvme" in growing)
         with ExitStack() as undo:
             engine = self._open_engine(nvme.io) if uses_files and nvme is not None else None
             if engine is not None:
                 undo.callback(engine.close)
             tiers: dict[str, Tier] = {}
             slabs = {name: max(1, room.extents // SLABS_PER_TIER) for name, room in rooms.items()}
+            slabs |= dict.fromkeys(growing, max(1, min(MOST_EXTENTS_GROWN, MOST_BYTES_GROWN // extent_bytes)))
             for name, room in rooms.items():
                 if name == "nvme" and not uses_files:
                     continue

@@ -2,8 +2,8 @@
 
 AdamW (Loshchilov and Hutter, 2019, algorithm 2) as `torch._fused_adamw_` computes it, called with `step` already
 advanced. Every tile begins at a multiple of 1,024 elements of its parameter, so that a parameter updated piece by piece
-has the bits of one call on the whole. A low-precision parameter is updated through its float32 master: gradient cast up,
-fused update, master cast down into the parameter.
+has the bits of one call on the whole. A low-precision parameter is updated through its float32 master: gradient cast
+up, fused update, master cast down into the parameter.
 """
 
 from __future__ import annotations

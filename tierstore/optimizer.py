@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,11 +19,12 @@ from torch import Tensor
 from tierstore.binding import Binding, draw, local_of, survey
 from tierstore.build import Parts
 from tierstore.errors import FailedStepError, PolicyError, StateDictError, StoreClosedError
-from tierstore.kernels import Hyper, Piece, Scratch, update
-from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
+from tierstore.kernels import Scratch
 from tierstore.policy import TIER_NAMES, TierPolicy
+from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
 from tierstore.state_view import Handed, StateView, check_state, materialise, write_state
 from tierstore.tensors import TieredStore
+from tierstore.update import StepWork, advance, hyper_of
 
 _KEPT = ("_step_supports_amp_scaling",)
 
@@ -39,8 +39,8 @@ class TieredAdamW(torch.optim.AdamW):
 
     A parameter group may carry `tier`, the tier its state lives in. The numbers are those of torch's fused AdamW for
     float32 parameters to the last bit, wherever the state lies; bfloat16 and float16 parameters are updated through a
-    float32 master. Raises what torch.optim.AdamW raises, PolicyError for a wrong policy, CapacityError if state does not
-    fit. Memory and files are reserved at the first step, load or use of `store`, and given back by `close()`.
+    float32 master. Raises what torch.optim.AdamW raises, PolicyError for a wrong policy, CapacityError if state does
+    not fit. Memory and files are reserved at the first step, load or use of `store`, and given back by `close()`.
     """
 
     parts: ClassVar[Parts] = Parts()
@@ -96,18 +96,17 @@ class TieredAdamW(torch.optim.AdamW):
         members = survey(self.param_groups)
         if any(local_of(member.parameter).device.type == "meta" for member in members):
             return
-        blueprint = draw(members, self.param_groups, self._policy, self.parts)
-        blueprint.plant.rooms(list(blueprint.infos.values()), blueprint.chunk_bytes)
+        draw(members, self.param_groups, self._policy, self.parts).rooms()
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the closure's loss, if there is a closure.
 
-        Returns once the parameters are final; chunks may still be on their way back, and an error of theirs is raised by
-        the next call, with the chunk safe where it was. Raises FailedStepError if an earlier step broke off half-way.
+        Returns once the parameters are final; chunks may still be on their way back, and an error of theirs is raised
+        by the next call, with the chunk safe where it was. Raises FailedStepError if an earlier step broke off.
         """
         loss = None
         if closure is not None:
@@ -142,11 +141,11 @@ class TieredAdamW(torch.optim.AdamW):
         """Run the chunks of all participants through the store."""
         new = {position for position in participants if position not in binding.steps}
         binding.steps.update({position: torch.tensor(0.0) for position in sorted(new)})
-        _advance(binding, participants, times, sign=1)
-        work = _StepWork(
+        advance(binding, participants, times, sign=1)
+        work = StepWork(
             binding,
             {position: (parameter, times[parameter]) for position, parameter in participants.items()},
-            [_hyper(group) for group in self.param_groups],
+            [hyper_of(group) for group in self.param_groups],
             new,
             self._scratch,
             getattr(self, "grad_scale", None),
@@ -158,16 +157,16 @@ class TieredAdamW(torch.optim.AdamW):
         upcoming = chunks[::-1] if binding.plant.order == "alternating" else chunks
         try:
             binding.store.run(order, upcoming, work.use)
-            binding.finish()
+            binding.plant.finish()
         except BaseException as error:
             self._tell_failure(binding, work, error)
-            _advance(binding, participants, times, sign=-1)
+            advance(binding, participants, times, sign=-1)
             for position in new:
                 del binding.steps[position]
             raise
         self._is_reversed = not self._is_reversed
 
-    def _tell_failure(self, binding: Binding, work: _StepWork, error: BaseException) -> None:
+    def _tell_failure(self, binding: Binding, work: StepWork, error: BaseException) -> None:
         """If chunks were updated before the error, say which parameters, and refuse steps until state is loaded."""
         chunks = binding.store.broken_off
         if chunks is None or isinstance(error, FailedStepError):
@@ -177,8 +176,8 @@ class TieredAdamW(torch.optim.AdamW):
         part = sorted((touched & set(work.participants)) - work.finished)
         binding.store.fail(
             f"an earlier step broke off ({error}), so parameters and state no longer belong to one step. Updated: "
-            f"{binding.names_of(done)}; in part: {binding.names_of(part)}; all others not. Load parameters and optimizer "
-            f"state from a checkpoint: load_state_dict() allows steps again"
+            f"{binding.names_of(done)}; in part: {binding.names_of(part)}; all others not. Load parameters and "
+            f"optimizer state from a checkpoint: load_state_dict() allows steps again"
         )
 
     def _refuse_capture(self) -> None:
@@ -259,7 +258,7 @@ class TieredAdamW(torch.optim.AdamW):
 
     @state.setter
     def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        self._pending = {parameter: _unwrap(state) for parameter, state in states.items()}
+        self._pending = {parameter: unwrap(state) for parameter, state in states.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, all tensors on the CPU; low-precision parameters have a `master` more.
@@ -267,7 +266,7 @@ class TieredAdamW(torch.optim.AdamW):
         The tensors are copies, unaffected by later steps. State larger than the policy grants in memory is returned as
         mappings of an unnamed file in the swap folder.
         """
-        handle = self.register_state_dict_post_hook(_materialise_entries, prepend=True)
+        handle = self.register_state_dict_post_hook(materialise_entries, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -278,7 +277,7 @@ class TieredAdamW(torch.optim.AdamW):
 
         Raises ValueError or StateDictError, with the optimizer unchanged, for state of another optimizer or model.
         """
-        handle = self.register_load_state_dict_pre_hook(_check_and_wrap)
+        handle = self.register_load_state_dict_pre_hook(check_and_wrap)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -305,7 +304,7 @@ class TieredAdamW(torch.optim.AdamW):
         policy, values = state.pop("tierstore_policy", None), state.pop("state", None)
         if "_policy" not in self.__dict__:
             self._begin(policy if policy is not None else TierPolicy.load())
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if values is not None:
             self.state = values
 
@@ -332,124 +331,6 @@ class TieredAdamW(torch.optim.AdamW):
         self.close()
 
 
-@dataclass
-class _StepWork:
-    """One step's gradients and options, and how a chunk is updated with them."""
-
-    binding: Binding
-    participants: dict[int, tuple[Tensor, int]]
-    hypers: list[Hyper]
-    new: set[int]
-    scratch: Scratch
-    grad_scale: Tensor | None
-    finished: set[int] = field(default_factory=set)
-    _flat: dict[int, _Flat] = field(default_factory=dict)
-
-    def takes_part(self, chunk: Chunk) -> bool:
-        """Whether any parameter in the chunk has a gradient."""
-        return any(span.parameter in self.participants for span in chunk.spans)
-
-    def use(self, number: int, record: Tensor, is_fresh: bool) -> None:
-        """Launch the update of one chunk on the device of the tier that computes it."""
-        chunk = self.binding.layout.chunks[number]
-        gpu = self.binding.plant.gpu
-        if chunk.cls.compute == "gpu" and gpu is not None:
-            gpu.launch(lambda: self._update(chunk, record))
-        else:
-            self._update(chunk, record)
-
-    def _update(self, chunk: Chunk, record: Tensor) -> None:
-        fields = {name.name: chunk.field(record, name.name) for name in chunk.cls.fields}
-        pieces: dict[int, list[Piece]] = {}
-        spans = [span for span in chunk.spans if span.parameter in self.participants]
-        for span in spans:
-            group = self.binding.members[span.parameter].group
-            pieces.setdefault(group, []).extend(self._pieces(span, fields))
-        for group, members in pieces.items():
-            update(
-                members,
-                self.hypers[group],
-                self.scratch,
-                check_parameters=self.binding.policy.check_parameters,
-                grad_scale=self.grad_scale,
-            )
-        for span in spans:
-            self._end_span(span)
-
-    def _pieces(self, span: Span, fields: Mapping[str, Tensor]) -> list[Piece]:
-        """The piece that a span stands for, as often as its parameter occurs in its group."""
-        flat = self._flat_of(span.parameter)
-
-        def part(name: str) -> Tensor:
-            return fields[name].narrow(0, span.offset, span.length)
-
-        piece = Piece(
-            flat.parameter.narrow(0, span.start, span.length),
-            flat.gradient.narrow(0, span.start, span.length),
-            part("exp_avg"),
-            part("exp_avg_sq"),
-            part("max_exp_avg_sq") if "max_exp_avg_sq" in fields else None,
-            part("master") if "master" in fields else None,
-            self.binding.steps[span.parameter],
-            span.parameter in self.new,
-        )
-        return [piece] * self.participants[span.parameter][1]
-
-    def _flat_of(self, position: int) -> _Flat:
-        if position not in self._flat:
-            self._flat[position] = _Flat.of(self.participants[position][0])
-        return self._flat[position]
-
-    def _end_span(self, span: Span) -> None:
-        flat = self._flat[span.parameter]
-        flat.elements_left -= span.length
-        if flat.elements_left == 0:
-            flat.put_back()
-            del self._flat[span.parameter]
-            self.finished.add(span.parameter)
-
-
-@dataclass
-class _Flat:
-    """A parameter and its gradient as 1-D tensors in one storage order: views where that is possible, else copies."""
-
-    parameter: Tensor
-    gradient: Tensor
-    elements_left: int
-    original: Tensor | None  # what the copy must be written to
-
-    @classmethod
-    def of(cls, parameter: Tensor) -> _Flat:
-        assert parameter.grad is not None
-        local, gradient = local_of(parameter), local_of(parameter.grad)
-        flat = in_storage_order_of(local, local)
-        return cls(flat, in_storage_order_of(local, gradient), flat.numel(), None if is_dense(local) else local)
-
-    def put_back(self) -> None:
-        """Write the copy of a parameter that is not dense to where it came from."""
-        if self.original is not None:
-            self.original.copy_(self.parameter.view(self.original.shape))
-
-
-def _advance(binding: Binding, participants: Mapping[int, Tensor], times: Counter[Tensor], *, sign: int) -> None:
-    """Count the step in every participant, once for each time it occurs in its group, as torch does."""
-    steps = [binding.steps[position] for position in participants]
-    torch._foreach_add_(steps, [float(sign * times[parameter]) for parameter in participants.values()])
-
-
-def _hyper(group: Mapping[str, Any]) -> Hyper:
-    beta1, beta2 = group["betas"]
-    return Hyper(
-        float(group["lr"]),
-        float(beta1),
-        float(beta2),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        amsgrad=bool(group["amsgrad"]),
-        maximize=bool(group["maximize"]),
-    )
-
-
 def _refuse_what_cannot_be_honoured(
     foreach: bool | None, capturable: bool, differentiable: bool, fused: bool | None
 ) -> None:
@@ -459,59 +340,3 @@ def _refuse_what_cannot_be_honoured(
         raise RuntimeError("TieredAdamW does not support `capturable`: a step reads and writes files")
     if foreach or fused is False:
         raise RuntimeError("TieredAdamW has torch's fused arithmetic only: leave out `foreach` and `fused=False`")
-
-
-# -- state dicts ------------------------------------------------------------------------------------------------
-
-
-class _Loaded:
-    """Carries a parameter's state through torch's load, which would cast it to the parameter's dtype and device."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self.state = state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Loaded:
-        return self
-
-
-def _unwrap(state: Any) -> Mapping[str, Any]:
-    return state.state if isinstance(state, _Loaded) else state
-
-
-def _materialise_entries(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Turn the views in a state dict into plain dicts of tensors, reading each chunk once."""
-    if optimizer.has_state():
-        binding, handed = optimizer.bound()
-        by_position = materialise(binding, handed)
-        index = _first_indices(optimizer)
-        state_dict["state"] = {index[position]: state for position, state in by_position.items()}
-    return state_dict
-
-
-def _first_indices(optimizer: Any) -> list[int]:
-    """The id that torch gives each distinct parameter in a state dict."""
-    indices: dict[int, int] = {}
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            indices.setdefault(id(parameter), number)
-            number += 1
-    return list(indices.values())
-
-
-def _check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Refuse state that does not fit, before anything changes; wrap what fits. Counts of groups are torch's to check."""
-    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    present = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", group["params"])]
-    if len(saved) != len(present):
-        return state_dict
-    by_key = {key: (parameter, name) for key, parameter, name in zip(saved, present, names, strict=True)}
-    wrapped: dict[Any, Any] = {}
-    for key, state in state_dict["state"].items():
-        if key not in by_key:
-            raise StateDictError(f"the state dict has state for {key!r}, which is in none of its param_groups")
-        parameter, name = by_key[key]
-        check_state(parameter, name if isinstance(name, str) else f"parameter {key}", state, is_whole=True)
-        wrapped[key] = _Loaded(state)
-    return {**state_dict, "state": wrapped}

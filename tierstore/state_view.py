@@ -1,8 +1,8 @@
 """`optimizer.state` as torch, DCP and the frameworks expect it, read through to the store and written through.
 
-A `StateView` maps parameters to `ParameterState`s, which map field names to CPU tensors of the parameter's shape. Reading
-copies out of the tiers and moves nothing. A tensor that was handed out is the same object until the next step; what was
-changed in it in place is noticed by its version and written back before the state is used again.
+A `StateView` maps parameters to `ParameterState`s, which map field names to CPU tensors of the parameter's shape.
+Reading copies out of the tiers and moves nothing. A tensor that was handed out is the same object until the next step;
+what was changed in it in place is noticed by its version and written back before the state is used again.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ class ParameterState(MutableMapping[str, Any]):
         write_state(self._owner, {self._owner.position_of(self._parameter): {name: value}}, is_whole=False)
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError(
-            f"{name!r} cannot be deleted alone: AdamW needs all its fields; delete the parameter's whole state"
-        )
+        raise TypeError(f"{name!r} cannot be deleted alone: AdamW needs all fields; delete the parameter's whole state")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())
@@ -224,14 +222,13 @@ def write_state(owner: Owner, states: Mapping[int, Mapping[str, Any]], *, is_who
 def check_state(parameter: Tensor, name: str, state: Mapping[str, Any], *, is_whole: bool) -> None:
     """Refuse state that is not AdamW's, or not this parameter's."""
     if not isinstance(state, Mapping):
-        raise StateDictError(
-            f"the state of {name} is a {type(state).__name__}, not a mapping of field names to tensors"
-        )
+        raise StateDictError(f"the state of {name} is a {type(state).__name__}, not a mapping of fields to tensors")
     unknown = [field for field in state if field not in (STEP, *KNOWN_FIELDS)]
     missing = [field for field in REQUIRED_FIELDS if field not in state] if is_whole and state else []
     if unknown or missing:
         raise StateDictError(
-            f"the state of {name} is not AdamW's: it has {sorted(map(str, state))}; unknown are {unknown}, missing {missing}"
+            f"the state of {name} is not AdamW's: it has {sorted(map(str, state))}; unknown: {unknown}, "
+            f"missing: {missing}"
         )
     for field in KNOWN_FIELDS:
         value = state.get(field)
@@ -249,9 +246,7 @@ def _check_value(parameter: Tensor, what: str, value: object) -> None:
     found_shape = as_real(found.detach()).shape
     if found_shape != wanted:
         shown = tuple(getattr(parameter, "_local_tensor", parameter).shape)
-        raise StateDictError(
-            f"{what} has shape {tuple(found.shape)}, the parameter {shown}: this state is another model's"
-        )
+        raise StateDictError(f"{what} has shape {tuple(found.shape)}, the parameter {shown}: this is another model's")
 
 
 def field_order(binding: Binding, position: int) -> tuple[str, ...]:
@@ -270,13 +265,14 @@ def shaped(parameter: Tensor, flat: Tensor) -> Tensor:
 
 
 def _like_dtensor(parameter: Any, local: Tensor) -> Tensor:
-    """Wrap a CPU tensor as a DTensor with the parameter's mesh and placements, without moving it to the mesh's device."""
+    """Wrap a CPU tensor as a DTensor with the parameter's mesh and placements, not moving it to the mesh's device."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     spec = parameter._spec
     meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
-    wrapped: Tensor = DTensor(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+    make: Any = DTensor  # its constructor is not typed
+    wrapped: Tensor = make(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
     return wrapped
 
 
