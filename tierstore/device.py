@@ -234,6 +234,12 @@ def host_for(parameters_on: torch.device | None, *, pin_memory: bool) -> HostDev
     return HostDevice(page_lock=_register_with_cuda if pin_memory and is_accelerated else None)
 
 
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a graph, which host I/O cannot be part of."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def map_host_memory(nbytes: int) -> Tensor:
     """Map private anonymous memory as a uint8 tensor of exactly `nbytes`, on huge pages where the system has them.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tierstore.binding import Binding, draw, local_of, survey
 from tierstore.build import Parts
+from tierstore.device import is_capturing
 from tierstore.errors import FailedStepError, PolicyError, StateDictError, StoreClosedError
 from tierstore.kernels import Scratch
 from tierstore.policy import TIER_NAMES, TierPolicy
@@ -112,7 +113,8 @@ class TieredAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_capture()
+        if is_capturing():
+            raise RuntimeError("TieredAdamW.step() reads and writes files: it cannot be captured in a CUDA graph")
         gradients = self._gradients()
         if gradients and not self._is_skipped():
             binding, handed = self.bound()
@@ -179,11 +181,6 @@ class TieredAdamW(torch.optim.AdamW):
             f"{binding.names_of(done)}; in part: {binding.names_of(part)}; all others not. Load parameters and "
             f"optimizer state from a checkpoint: load_state_dict() allows steps again"
         )
-
-    def _refuse_capture(self) -> None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None and accelerator.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("TieredAdamW.step() reads and writes files: it cannot be captured in a CUDA graph")
 
     # -- binding ------------------------------------------------------------------------------------------------
 

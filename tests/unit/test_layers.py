@@ -1,0 +1,100 @@
+"""The layer rule of docs/ARCHITECTURE.md, as data, checked against every import; and the size of modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tierstore
+
+PACKAGE = Path(tierstore.__file__).parent
+
+# A module imports only from groups above its own, and within a group only from names to its left.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "nouns": ("errors", "arena", "layout", "stats"),
+    "decide": ("units", "policy", "residency", "placement", "plan"),
+    "do": ("device", "pressure", "io", "swapfile", "tiers", "transfer"),
+    "join": ("flights", "traffic", "store", "build", "forms", "growth", "tensors"),
+    "use": ("kernels", "results", "binding", "state_view", "state_dicts", "update", "optimizer"),
+    "front": ("", "demo", "cli", "__main__"),
+}
+STRANGERS = [{"decide", "do"}]  # groups that never import each other
+MOST_LINES = 420
+
+
+def modules() -> dict[str, Path]:
+    """Every module by dotted name within the package; the package itself is the empty name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules of the package that a file imports at run time, within functions too; not those for typing only."""
+    tree = ast.parse(path.read_text())
+    for_typing = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and ast.unparse(test.test) == "TYPE_CHECKING"
+        for node in ast.walk(test)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_typing:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tierstore":
+            yield node.module.partition(".")[2]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("tierstore."))
+
+
+def group_of(module: str) -> tuple[int, int]:
+    top = module.split(".")[0]
+    for number, names in enumerate(GROUPS.values()):
+        if top in names:
+            return number, names.index(top)
+    raise AssertionError(f"{module} is in no group: give it a place in docs/ARCHITECTURE.md and here")
+
+
+@pytest.mark.parametrize("module", modules())
+def test_modules_import_only_what_is_above_or_to_their_left(module: str) -> None:
+    number, place = group_of(module)
+    names = list(GROUPS)
+    for imported in imports_of(modules()[module]):
+        other, its_place = group_of(imported)
+        same_package = imported.split(".")[0] == module.split(".")[0]
+        assert same_package or (other, its_place) < (number, place), f"{module} must not import {imported}"
+        assert {names[number], names[other]} not in STRANGERS, f"{module} must not import {imported}"
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if group_of(name)[0] == list(GROUPS).index("decide")])
+def test_deciding_modules_know_no_torch_clock_or_files(module: str) -> None:
+    tree = ast.parse(modules()[module].read_text())
+    imported = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {
+        (node.module or "").split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0
+    }
+    assert not imported & {"torch", "time", "threading", "mmap", "psutil"}
+
+
+def test_only_device_names_an_accelerators_api() -> None:
+    offenders = [
+        name
+        for name, path in modules().items()
+        if "torch.cuda" in path.read_text() and name != "device"
+    ]
+    assert not offenders
+
+
+@pytest.mark.parametrize("module", modules())
+def test_modules_are_one_thing_and_fit_one_head(module: str) -> None:
+    assert len(modules()[module].read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("module", modules())
+def test_modules_open_by_saying_what_they_are(module: str) -> None:
+    assert ast.get_docstring(ast.parse(modules()[module].read_text()))
