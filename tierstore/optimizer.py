@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -28,6 +29,23 @@ from tierstore.tensors import TieredStore
 from tierstore.update import StepWork, advance, hyper_of
 
 _KEPT = ("_step_supports_amp_scaling",)
+
+
+@dataclass
+class _Held:
+    """What a TieredAdamW has besides torch's attributes.
+
+    One object that is never replaced: Lightning's wrappers are of this class without its constructor and look up
+    attributes in the optimizer they wrap, so that what is assigned to a wrapper is not seen there.
+    """
+
+    policy: TierPolicy
+    binding: Binding | None = None
+    handed: Handed | None = None
+    pending: dict[Tensor, Mapping[str, Any]] | None = None
+    scratch: Scratch = field(default_factory=Scratch)
+    is_reversed: bool = False
+    is_closed: bool = False
 
 
 class TieredAdamW(torch.optim.AdamW):
@@ -84,20 +102,14 @@ class TieredAdamW(torch.optim.AdamW):
 
     def _begin(self, policy: TierPolicy) -> None:
         """Set what must be there before torch's constructor and `__setstate__` assign to `state`."""
-        self._policy = policy
-        self._binding: Binding | None = None
-        self._handed: Handed | None = None
-        self._pending: dict[Tensor, Mapping[str, Any]] | None = None
-        self._scratch = Scratch()
-        self._is_reversed = False
-        self._is_closed = False
+        self._held = _Held(policy)
 
     def _check_fits(self) -> None:
         """Find out before training whether all state will find room; parameters on `meta` are looked at later."""
         members = survey(self.param_groups)
         if any(local_of(member.parameter).device.type == "meta" for member in members):
             return
-        draw(members, self.param_groups, self._policy, self.parts).rooms()
+        draw(members, self.param_groups, self._held.policy, self.parts).rooms()
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -149,11 +161,11 @@ class TieredAdamW(torch.optim.AdamW):
             {position: (parameter, times[parameter]) for position, parameter in participants.items()},
             [hyper_of(group) for group in self.param_groups],
             new,
-            self._scratch,
+            self._held.scratch,
             getattr(self, "grad_scale", None),
         )
         chunks = [chunk.number for chunk in binding.layout.chunks]
-        if self._is_reversed and binding.plant.order == "alternating":
+        if self._held.is_reversed and binding.plant.order == "alternating":
             chunks.reverse()
         order = [number for number in chunks if work.takes_part(binding.layout.chunks[number])]
         upcoming = chunks[::-1] if binding.plant.order == "alternating" else chunks
@@ -166,7 +178,7 @@ class TieredAdamW(torch.optim.AdamW):
             for position in new:
                 del binding.steps[position]
             raise
-        self._is_reversed = not self._is_reversed
+        self._held.is_reversed = not self._held.is_reversed
 
     def _tell_failure(self, binding: Binding, work: StepWork, error: BaseException) -> None:
         """If chunks were updated before the error, say which parameters, and refuse steps until state is loaded."""
@@ -186,27 +198,27 @@ class TieredAdamW(torch.optim.AdamW):
 
     def bound(self) -> tuple[Binding, Handed]:
         """The binding of the parameters as they are now, made or made again if need be."""
-        if self._is_closed:
+        if self._held.is_closed:
             raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
-        if self._binding is None or self._handed is None:
+        if self._held.binding is None or self._held.handed is None:
             self._bind({})
-        elif not self._binding.is_current(self.param_groups):
-            self._rebind(self._binding, self._handed)
-        assert self._binding is not None and self._handed is not None
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
+        elif not self._held.binding.is_current(self.param_groups):
+            self._rebind(self._held.binding, self._held.handed)
+        assert self._held.binding is not None and self._held.handed is not None
+        if self._held.pending is not None:
+            pending, self._held.pending = self._held.pending, None
             self._load(pending)
-        return self._binding, self._handed
+        return self._held.binding, self._held.handed
 
     def _bind(self, carried: Mapping[int, Mapping[str, Any]]) -> None:
-        self._binding = Binding(self.param_groups, self._policy, self.parts, with_state=carried)
-        self._handed = Handed(self._binding)
+        self._held.binding = Binding(self.param_groups, self._held.policy, self.parts, with_state=carried)
+        self._held.handed = Handed(self._held.binding)
         if carried:
             write_state(self, carried, is_whole=True)
 
     def _rebind(self, old: Binding, handed: Handed) -> None:
         """Make a binding for the parameters as they are now, carrying state over by position."""
-        carried = materialise(old, handed) if old.steps and self._pending is None else {}
+        carried = materialise(old, handed) if old.steps and self._held.pending is None else {}
         members = survey(self.param_groups, carried)
         for position, state in carried.items():
             if position >= len(members):
@@ -214,9 +226,9 @@ class TieredAdamW(torch.optim.AdamW):
             if local_of(members[position].parameter).dtype != local_of(old.members[position].parameter).dtype:
                 state.pop("master", None)  # the parameter in its new dtype is the truth
             check_state(members[position].parameter, members[position].name, state, is_whole=True)
-        if old.store.broken_off is not None and self._pending is None:
+        if old.store.broken_off is not None and self._held.pending is None:
             raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
-        self._binding = self._handed = None
+        self._held.binding = self._held.handed = None
         old.close()
         self._bind(carried)
 
@@ -239,7 +251,7 @@ class TieredAdamW(torch.optim.AdamW):
 
     def has_state(self) -> bool:
         """Whether there may be any state; False spares making a binding to find none."""
-        return bool(self._pending) or (self._binding is not None and bool(self._binding.steps))
+        return bool(self._held.pending) or (self._held.binding is not None and bool(self._held.binding.steps))
 
     @property
     def store(self) -> TieredStore:
@@ -255,7 +267,7 @@ class TieredAdamW(torch.optim.AdamW):
 
     @state.setter
     def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        self._pending = {parameter: unwrap(state) for parameter, state in states.items()}
+        self._held.pending = {parameter: unwrap(state) for parameter, state in states.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, all tensors on the CPU; low-precision parameters have a `master` more.
@@ -279,7 +291,8 @@ class TieredAdamW(torch.optim.AdamW):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        self.bound()
+        if self._held.pending or self._held.binding is not None:
+            self.bound()  # but do not reserve room for nothing: accelerate loads empty state, then FSDP shards
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group may carry `tier`, one of gpu, cpu and nvme."""
@@ -294,12 +307,12 @@ class TieredAdamW(torch.optim.AdamW):
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: self.__dict__[name] for name in _KEPT if name in self.__dict__}
         state = {parameter: dict(fields) for parameter, fields in self._materialised().items()}
-        return {**super().__getstate__(), **kept, "state": state, "tierstore_policy": self._policy}
+        return {**super().__getstate__(), **kept, "state": state, "tierstore_policy": self._held.policy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         policy, values = state.pop("tierstore_policy", None), state.pop("state", None)
-        if "_policy" not in self.__dict__:
+        if "_held" not in self.__dict__:
             self._begin(policy if policy is not None else TierPolicy.load())
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if values is not None:
@@ -315,11 +328,11 @@ class TieredAdamW(torch.optim.AdamW):
 
     def close(self) -> None:
         """Give back memory, files and threads; the state is gone. Idempotent."""
-        self._is_closed = True
-        self._handed = None
-        self._pending = None
-        if self._binding is not None:
-            self._binding.close()
+        self._held.is_closed = True
+        self._held.handed = None
+        self._held.pending = None
+        if self._held.binding is not None:
+            self._held.binding.close()
 
     def __enter__(self) -> Self:
         return self
