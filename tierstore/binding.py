@@ -101,6 +101,7 @@ class Binding:
         blueprint = draw(self.members, groups, policy, parts)
         self.policy = policy
         self.plant = blueprint.plant
+        self.plant.tell_what_is_missing()
         self.layout = blueprint.layout
         setup = self.plant.build(blueprint.rooms(), blueprint.chunk_bytes)
         layout, members = self.layout, self.members

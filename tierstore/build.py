@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from tierstore.device import Device, HostDevice, host_for, open_device
+from tierstore.device import Device, host_for, open_device
 from tierstore.errors import DiskFullError, PolicyError
 from tierstore.io import Engine, open_engine
 from tierstore.placement import Asked, Need, Room, auto_chunk_bytes, place_homes, size_tiers, whole_pages
-from tierstore.policy import IoSettings, NvmeTier, Percent, TierPolicy
+from tierstore.policy import GpuTier, IoSettings, NvmeTier, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, Setup
@@ -44,8 +44,9 @@ class Parts:
     """The makers of what touches hardware."""
 
     open_device: Callable[[str, torch.device | None], Device | None] = open_device
-    host_for: Callable[..., HostDevice] = host_for
+    host_for: Callable[..., Device] = host_for
     open_engine: Callable[..., Engine] = open_engine
+    open_transfer: Callable[[Engine | None, Device | None], TransferEngine] = TransferEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,16 @@ class Plant:
             )
         return "gpu" if has_tier else "cpu"
 
+    def tell_what_is_missing(self) -> None:
+        """Warn of a gpu tier that the policy has and this machine, or the parameters, have no accelerator for."""
+        if self.policy.tiers.gpu is not None and self.gpu is None:
+            warnings.warn(
+                f"tierstore: {_why_no_gpu(self.policy.tiers.gpu)}, so the gpu tier is left out; tiers in use: "
+                f"{', '.join(self.names)}",
+                UserWarning,
+                stacklevel=2,
+            )
+
     def launch(self, tier: str, work: Callable[[], None]) -> None:
         """Run tensor operations on the device of the tier that computes."""
         if tier == "gpu" and self.gpu is not None:
@@ -90,7 +101,7 @@ class Plant:
             self.gpu.finish()
 
     def chunk_bytes(self, state_bytes: int, largest_element: int) -> int:
-        """Bytes of one extent: what the policy says, in whole pages, or what suits the state and the tier that computes."""
+        """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes."""
         if self.policy.chunk_size != "auto":
             return whole_pages(self.policy.chunk_size)
         computing = self.policy.tiers.gpu if self.gpu is not None else self.policy.tiers.cpu
@@ -107,7 +118,7 @@ class Plant:
         return {name: rooms[name] for name in ("gpu", "cpu", "nvme") if name in rooms}
 
     def asked(self, computes_on_cpu: bool, extent_bytes: int) -> dict[str, Asked]:
-        """What the policy asks of each tier; a cpu tier for staging joins where chunks must pass through host memory."""
+        """What the policy asks of each tier; a cpu tier for staging joins where chunks must pass through it."""
         asked = {name: self._asked(name, extent_bytes) for name in self.names}
         if "cpu" not in asked and (self.gpu is None or "nvme" in self.names or computes_on_cpu):
             asked["cpu"] = Asked(None, homes=False)
@@ -142,7 +153,7 @@ class Plant:
             homes=frozenset(name for name, room in rooms.items() if room.homes and name in tiers),
             order=self.order,
             slab_extents=slabs,
-            transfer=TransferEngine(engine, accelerator=self.gpu),
+            transfer=self.parts.open_transfer(engine, self.gpu),
             io=_io_stats(engine, tiers.get("nvme")),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
         )
@@ -205,34 +216,30 @@ class Plant:
 def plan_plant(policy: TierPolicy, devices: Sequence[torch.device], parts: Parts | None = None) -> Plant:
     """See what of a policy this machine has, for parameters on `devices`.
 
-    A gpu tier without an accelerator is left out with one warning, or an error if the policy requires it. Raises
-    PolicyError too when parameters lie on two accelerators.
+    A gpu tier without an accelerator is left out: `Plant.tell_what_is_missing` warns of it. Raises PolicyError if the
+    policy requires one or has no other tier, and when parameters lie on two accelerators.
     """
     parts = parts or Parts()
     accelerators = list(dict.fromkeys(device for device in devices if device.type not in ("cpu", "meta")))
     if len(accelerators) > 1:
         raise PolicyError(
-            f"parameters on {len(accelerators)} accelerators ({', '.join(map(str, accelerators))}): one optimizer serves one; "
-            f"make one TieredAdamW for each"
+            f"parameters on {len(accelerators)} accelerators ({', '.join(map(str, accelerators))}): one optimizer "
+            f"serves one; make one TieredAdamW for each"
         )
     parameters_on = accelerators[0] if accelerators else None
     gpu_tier = policy.tiers.gpu
     gpu = None if gpu_tier is None else parts.open_device(gpu_tier.device, parameters_on)
     names = tuple(name for name in policy.tiers.names if name != "gpu" or gpu is not None)
-    if gpu_tier is not None and gpu is None:
-        _without_gpu(gpu_tier.required, names, gpu_tier.device)
+    if gpu_tier is not None and gpu is None and (gpu_tier.required or not names):
+        raise PolicyError(
+            f"tiers.gpu has no accelerator ({_why_no_gpu(gpu_tier)}): move the model there before the optimizer is "
+            f"used, or let `device: cpu` stand in for one"
+        )
     return Plant(policy, names, gpu, parameters_on, parts)
 
 
-def _without_gpu(is_required: bool, names: Sequence[str], device: str) -> None:
-    what = "the parameters are on the CPU" if device == "auto" else f"there is no {device}"
-    if is_required or not names:
-        raise PolicyError(
-            f"tiers.gpu has no accelerator ({what}): move the model first, or let `device: cpu` stand in for one"
-        )
-    warnings.warn(
-        f"tierstore: {what}, so the gpu tier is left out; tiers in use: {', '.join(names)}", UserWarning, stacklevel=2
-    )
+def _why_no_gpu(gpu_tier: GpuTier) -> str:
+    return "the parameters are on the CPU" if gpu_tier.device == "auto" else f"there is no {gpu_tier.device} here"
 
 
 def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
@@ -260,7 +267,8 @@ def _check_disk(tier: Tier, nbytes: int) -> None:
                 errno.ENOSPC,
                 f"{share:,} bytes of the nvme tier are to lie here, but {space.free_bytes:,} are free, of which "
                 f"{space.free_bytes - room:,} are left alone: lower tiers.nvme.capacity to at most "
-                f"{max(0, room) * len(tier.files):,} bytes, free space, or add a folder on another disk to tiers.nvme.paths",
+                f"{max(0, room) * len(tier.files):,} bytes, free space, or add a folder on another disk to "
+                f"tiers.nvme.paths",
                 str(file.folder),
             )
 

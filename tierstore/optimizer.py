@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tierstore.binding import Binding, draw, local_of, survey
 from tierstore.build import Parts
-from tierstore.device import is_capturing
+from tierstore.device import is_capturing, may_still_move_to_accelerator
 from tierstore.errors import FailedStepError, PolicyError, StateDictError, StoreClosedError
 from tierstore.kernels import Scratch
 from tierstore.policy import TIER_NAMES, TierPolicy
@@ -105,9 +105,9 @@ class TieredAdamW(torch.optim.AdamW):
         self._held = _Held(policy)
 
     def _check_fits(self) -> None:
-        """Find out before training whether all state will find room; parameters on `meta` are looked at later."""
+        """Find out before training whether all state will find room; later, for parameters that may still move."""
         members = survey(self.param_groups)
-        if any(local_of(member.parameter).device.type == "meta" for member in members):
+        if any(may_still_move_to_accelerator(local_of(member.parameter).device) for member in members):
             return
         draw(members, self.param_groups, self._held.policy, self.parts).rooms()
 
