@@ -1,16 +1,23 @@
 """Streams, events, allocation and page-locking. The only module that names an accelerator's API.
 
-A device gives memory in slabs, two copy streams, and an order between them and the stream that computes: an event is
+A device gives memory in slabs, copy streams, and an order between them and the stream that computes: an event is
 recorded on one stream, and another stream or the host waits for it. `HostDevice` is host memory; it also stands in for
-an accelerator (`device: cpu`), by the same protocol. `AcceleratorDevice` uses torch's device-neutral API where there is
-one.
+an accelerator (`device: cpu`), by the same protocol. `AcceleratorDevice` is whatever accelerator torch has a module of
+streams and events for.
+
+Who keeps an accelerator's memory safe: an extent is used again only after the host has seen the event of the last work
+on it, and a slab is given back only when none of its extents is in use or the whole device has come to rest. So torch's
+allocator need not be told which streams use a slab (`Tensor.record_stream`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import logging
 import mmap
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +29,13 @@ from tierstore.errors import CapacityError, PolicyError
 
 HUGE_PAGE = 2 << 20
 REGISTER_PIECE = 256 << 30  # one cudaHostRegister call fails at 512 GiB
+REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, whichever is current
+
+PageLock = Callable[[int, int], Callable[[], None]]
+"""Page-locks `nbytes` from an address on; returns what undoes it."""
+
+_log = logging.getLogger("tierstore.device")
+_areas: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class Event(Protocol):
@@ -54,7 +68,10 @@ class Device(Protocol):
     torch_device: torch.device
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Get a slab: a uint8 tensor of exactly `nbytes`, zeroed or not. Raises CapacityError."""
+        """Get a slab: a uint8 tensor of exactly `nbytes`, of any content, that any stream may use at once.
+
+        Raises CapacityError.
+        """
 
     def copy_stream(self, purpose: str) -> Stream:
         """Make a stream for copies in one direction."""
@@ -69,13 +86,16 @@ class Device(Protocol):
         """Mark the point that all launched work leads to."""
 
     def finish(self) -> None:
-        """Make the results of launched work visible to whoever uses the tensors next, as torch's own ops would be."""
+        """Make the results of launched work visible to whoever uses the tensors next, as torch's own ops would be.
+
+        Raises the error of launched work that failed, where the device keeps it until now.
+        """
 
     def memory_bytes(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
     def close(self) -> None:
-        """Stop the streams."""
+        """Wait for all work on all streams: memory may be given back now. The device can be used again."""
 
 
 class _DoneEvent:
@@ -104,16 +124,13 @@ class _InlineStream:
 class HostDevice:
     """Host memory: what the cpu tier is made of, and what stands in for an accelerator."""
 
-    def __init__(self, name: str = "cpu", *, page_lock: Callable[[Tensor], Callable[[], None]] | None = None) -> None:
+    def __init__(self, name: str = "cpu", *, page_lock: PageLock | None = None) -> None:
         self.name = name
         self.torch_device = torch.device("cpu")
         self._page_lock = page_lock
 
     def allocate(self, nbytes: int) -> Tensor:
-        slab = map_host_memory(nbytes)
-        if self._page_lock is not None:
-            weakref.finalize(slab, self._page_lock(slab)).atexit = False
-        return slab
+        return map_host_memory(nbytes, page_lock=self._page_lock)
 
     def discard(self, extent: Tensor) -> None:
         pass
@@ -131,7 +148,7 @@ class HostDevice:
         pass
 
     def memory_bytes(self) -> tuple[int, int]:
-        import psutil  # noqa: PLC0415
+        import psutil
 
         memory = psutil.virtual_memory()
         return memory.available, memory.total
@@ -141,7 +158,9 @@ class HostDevice:
 
 
 class _AcceleratorEvent:
-    def __init__(self, event: torch.Event) -> None:
+    """An event of the device's own module: mixing those with torch.Event waits for the wrong thing, in silence."""
+
+    def __init__(self, event: Any) -> None:
         self.event = event
 
     def wait(self) -> None:
@@ -152,11 +171,15 @@ class _AcceleratorEvent:
 
 
 class _AcceleratorStream:
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
+    """One copy stream; used by one thread, on which it makes its device the current one while it queues."""
+
+    def __init__(self, device: AcceleratorDevice) -> None:
+        self._device = device
+        self._module = device.module
+        self._stream = self._module.Stream(device=device.torch_device)
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
-        with self._stream:
+        with self._module.stream(self._stream):
             destination.copy_(source, non_blocking=True)
 
     def wait(self, event: Event) -> None:
@@ -166,47 +189,58 @@ class _AcceleratorStream:
             event.wait()
 
     def record(self) -> Event:
-        return _AcceleratorEvent(self._stream.record_event())
+        return self._device.record_on(self._stream)
 
 
 class AcceleratorDevice:
-    """A GPU, by torch's device-neutral API."""
+    """A GPU. Work is launched on the stream that is current where `launch` and `record` are called."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self.name = str(device)
+        self.module: Any = torch.get_device_module(device)
 
     def allocate(self, nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+            slab = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             free, total = self.memory_bytes()
             raise CapacityError(
                 f"{self.name} has {free:,} of {total:,} bytes free, too few for {nbytes:,} bytes of the gpu tier: "
                 f"lower tiers.gpu.capacity"
             ) from error
+        # torch may hand out memory that kernels queued on this stream still use; copy streams would not wait for them
+        self.module.current_stream(self.torch_device).synchronize()
+        return slab
 
     def discard(self, extent: Tensor) -> None:
         pass
 
     def copy_stream(self, purpose: str) -> Stream:
-        return _AcceleratorStream(torch.Stream(device=self.torch_device))
+        return _AcceleratorStream(self)
 
     def launch(self, work: Callable[[], None]) -> None:
         work()
 
     def record(self) -> Event:
-        return _AcceleratorEvent(torch.accelerator.current_stream(self.torch_device).record_event())
+        return self.record_on(self.module.current_stream(self.torch_device))
+
+    def record_on(self, stream: Any) -> Event:
+        """Mark the point that all work queued on one of the device's streams leads to."""
+        # a thread that waits for a CUDA event keeps a core busy unless the event is a blocking one
+        event = self.module.Event(blocking=True) if self.torch_device.type == "cuda" else self.module.Event()
+        event.record(stream)
+        return _AcceleratorEvent(event)
 
     def finish(self) -> None:
         pass  # whoever reads the parameters queues behind the same stream
 
     def memory_bytes(self) -> tuple[int, int]:
-        free, total = torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)
+        free, total = self.module.mem_get_info(self.torch_device)
         return int(free), int(total)
 
     def close(self) -> None:
-        pass
+        torch.accelerator.synchronize(self.torch_device)
 
 
 def open_device(wanted: str, parameters_on: torch.device | None) -> Device | None:
@@ -219,19 +253,36 @@ def open_device(wanted: str, parameters_on: torch.device | None) -> Device | Non
     if wanted == "auto":
         if parameters_on is None or parameters_on.type in ("cpu", "meta"):
             return None
-        return AcceleratorDevice(_with_index(parameters_on))
+        return _open_accelerator(parameters_on)
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
         raise PolicyError(f"tiers.gpu.device: {wanted!r} is no device torch knows: {error}") from error
     current = torch.accelerator.current_accelerator(check_available=True)
-    return AcceleratorDevice(_with_index(device)) if current is not None and current.type == device.type else None
+    if current is None or current.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
+        return None
+    if device.index is None and parameters_on is not None and parameters_on.type == device.type:
+        device = parameters_on
+    return _open_accelerator(device)
+
+
+def _open_accelerator(device: torch.device) -> Device | None:
+    """Open an accelerator, unless torch has no streams for it."""
+    if not hasattr(torch.get_device_module(device), "Stream"):
+        return None
+    return AcceleratorDevice(_with_index(device))
 
 
 def host_for(parameters_on: torch.device | None, *, pin_memory: bool) -> HostDevice:
     """Make the cpu tier's device; page-locked for the accelerator the parameters are on, if `pin_memory`."""
-    is_accelerated = parameters_on is not None and parameters_on.type == "cuda"
-    return HostDevice(page_lock=_register_with_cuda if pin_memory and is_accelerated else None)
+    if not pin_memory or parameters_on is None or parameters_on.type != "cuda":
+        return HostDevice()
+    return HostDevice(page_lock=functools.partial(_register_with_cuda, parameters_on))
+
+
+def may_still_move_to_accelerator(device: torch.device) -> bool:
+    """Whether parameters on `device` may be on their way to an accelerator: they are on none, and there is one."""
+    return device.type == "meta" or (device.type == "cpu" and torch.accelerator.is_available())
 
 
 def is_capturing() -> bool:
@@ -240,11 +291,12 @@ def is_capturing() -> bool:
     return accelerator is not None and accelerator.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def map_host_memory(nbytes: int) -> Tensor:
+def map_host_memory(nbytes: int, *, page_lock: PageLock | None = None) -> Tensor:
     """Map private anonymous memory as a uint8 tensor of exactly `nbytes`, on huge pages where the system has them.
 
     The memory is not inherited by a fork, and is unmapped when the last tensor on it goes. It takes up room only as it
-    is touched. Raises CapacityError when the address space or the limit of this process is too small.
+    is touched, all of it at once when page-locked. Raises CapacityError when the address space, what may be locked, or
+    the limit of this process is too small.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -252,36 +304,78 @@ def map_host_memory(nbytes: int) -> Tensor:
     try:
         area = mmap.mmap(-1, nbytes + padding, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
-        raise CapacityError(f"{nbytes:,} bytes of host memory cannot be mapped ({error}): lower tiers.cpu.capacity") from error
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
-                area.madvise(getattr(mmap, advice))
-    # the tensor keeps the memoryview, which keeps the mapping; closing the mapping under it is impossible that way
-    view = memoryview(area)
+        raise CapacityError(
+            f"{nbytes:,} bytes of host memory cannot be mapped ({error}): lower tiers.cpu.capacity"
+        ) from error
+    _areas.add(area)
     address = ctypes.addressof(ctypes.c_char.from_buffer(area))
     start = -address % HUGE_PAGE if padding else 0
-    return torch.frombuffer(view[start : start + nbytes], dtype=torch.uint8)
+    _advise(area, start, nbytes)
+    # the tensor keeps the memoryview, which keeps the mapping; closing the mapping under it is impossible that way
+    view = memoryview(area)[start : start + nbytes]
+    if page_lock is not None:
+        undo = page_lock(address + start, nbytes)
+        weakref.finalize(view, _unlock, undo, area, os.getpid()).atexit = False
+    return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _register_with_cuda(slab: Tensor) -> Callable[[], None]:
-    """Page-lock a slab for CUDA, in pieces; return what undoes it."""
-    runtime: Any = torch.cuda.cudart()
-    address, nbytes = slab.data_ptr(), slab.numel()
-    pieces = [(address + start, min(REGISTER_PIECE, nbytes - start)) for start in range(0, nbytes, REGISTER_PIECE)]
-    for start, length in pieces:
-        code = int(runtime.cudaHostRegister(start, length, 0))
-        if code:
-            raise CapacityError(
-                f"{length:,} bytes of host memory cannot be page-locked (cudaHostRegister: error {code}): "
-                f"lower tiers.cpu.capacity or set tiers.cpu.pin_memory: false"
-            )
+def _advise(area: mmap.mmap, start: int, nbytes: int) -> None:
+    """Ask for huge pages where whole ones are wanted, and for none beyond: they would take more than was asked for."""
+    whole = nbytes // HUGE_PAGE * HUGE_PAGE
+    advice = [("MADV_DONTFORK", 0, len(area)), ("MADV_NOHUGEPAGE", 0, len(area)), ("MADV_HUGEPAGE", start, whole)]
+    for name, begin, length in advice:
+        if length and hasattr(mmap, name):
+            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
+                area.madvise(getattr(mmap, name), begin, length)
+
+
+def _unlock(undo: Callable[[], None], area: mmap.mmap, pid: int) -> None:
+    """Undo page-locking, while `area` still keeps the memory mapped; in a forked child it is the parent's."""
+    if os.getpid() == pid:
+        undo()
+
+
+def _abandon_areas_in_child() -> None:
+    """Never unmap in a forked child: the memory is not there, and by then its addresses may be something else's."""
+    for area in list(_areas):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(area))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_areas_in_child)
+
+
+def _register_with_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], None]:
+    """Page-lock host memory for CUDA, in pieces, all or nothing; return what undoes it."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    done: list[int] = []
 
     def unregister() -> None:
-        for start, _ in pieces:
-            runtime.cudaHostUnregister(start)
+        while done:
+            code = int(runtime.cudaHostUnregister(done.pop()))
+            if code:
+                _log.warning("cudaHostUnregister: error %d", code)
+                _forget_cuda_error(device)
 
+    with torch.accelerator.device_index(device.index):
+        for start in range(0, nbytes, REGISTER_PIECE):
+            length = min(REGISTER_PIECE, nbytes - start)
+            code = int(runtime.cudaHostRegister(address + start, length, REGISTER_PORTABLE))
+            if code:
+                _forget_cuda_error(device)
+                unregister()
+                raise CapacityError(
+                    f"{nbytes:,} bytes of host memory cannot be page-locked (cudaHostRegister: error {code}): "
+                    f"lower tiers.cpu.capacity or set tiers.cpu.pin_memory: false"
+                )
+            done.append(address + start)
     return unregister
+
+
+def _forget_cuda_error(device: torch.device) -> None:
+    """Launch a kernel that takes the blame for a call that failed: torch would blame the user's next one."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones((), device=device)
 
 
 def _with_index(device: torch.device) -> torch.device:

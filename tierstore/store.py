@@ -412,7 +412,8 @@ def _tier_stats(tier: Tier, chunks: int) -> TierStats:
 
 def _shut(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:
     """Give everything back; must not know the store, whose end it may be."""
-    if pid == os.getpid():
-        transfer.close()
-    for tier in tiers:
-        tier.close()
+    with contextlib.ExitStack() as closing:  # the last one first, and all of them whatever one of them raises
+        for tier in tiers:
+            closing.callback(tier.close)
+        if pid == os.getpid():
+            closing.callback(transfer.close)

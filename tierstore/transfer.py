@@ -1,9 +1,9 @@
 """Runs one copy between extents of two neighbouring tiers and returns a ticket. Decides nothing, retries nothing.
 
 A transfer begins when all transfers it was told to follow have succeeded; if one of them failed it never begins, and
-fails with TransferCancelledError. Copies between host memory and a file are the engine's; copies between host memory and
-a device run on one stream and one thread per direction, so that both directions of the link are busy. Tickets resolve on
-those threads; whoever holds one may wait for it, ask it, or have the next transfer follow it.
+fails with TransferCancelledError. Copies between host memory and a file are the engine's; copies between host memory
+and a device run on one stream and one thread per direction, so that both directions of the link are busy. Tickets
+resolve on those threads; whoever holds one may wait for it, ask it, or have the next transfer follow it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from tierstore.arena import Extent
 from tierstore.device import Device, Event, HostDevice
-from tierstore.errors import StoreClosedError, TierstoreError, TransferCancelledError, TransferError, TransferTimeoutError
+from tierstore.errors import (
+    StoreClosedError,
+    TierstoreError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+)
 from tierstore.io import Engine, Kind, Operation
 from tierstore.tiers import FileTier, MemoryTier, Tier
 
@@ -112,7 +119,7 @@ class _Follower:
 class TransferEngine:
     """Copies between the tiers of one store."""
 
-    def __init__(self, io: Engine | None, *, accelerator: Device | None = None) -> None:
+    def __init__(self, io: Engine | None, accelerator: Device | None = None) -> None:
         self._io = io
         self._accelerator = accelerator
         self._lanes: dict[str, _Lane] = {}
@@ -159,19 +166,21 @@ class TransferEngine:
             start: Callable[[], None] = lambda: self._file(Kind.READ, tier, extent, into, ticket, ready)  # noqa: E731
         else:
             assert isinstance(tier, MemoryTier)
-            outside = MemoryTier("host", HostDevice(), extent.length)
             copy = _Copy(into, tier.bytes_at(extent, into.numel()), ticket, ready)
-            lane = self._lane(tier, outside)
+            lane = self._lane(*ticket.route)
             start = lambda: lane.put(copy)  # noqa: E731
         _Follower(ticket, start, 0).go()
         return ticket
 
-    def close(self, *, wait: bool = True) -> None:
-        """Let what was submitted end, and stop the workers. Idempotent."""
-        for lane in self._lanes.values():
-            lane.close(wait=wait)
-        if self._io is not None:
-            self._io.close()
+    def close(self) -> None:
+        """Let what was submitted end, on the accelerator too, and stop the workers. Idempotent."""
+        with ExitStack() as closing:  # the last one first, and all of them whatever one of them raises
+            if self._accelerator is not None:
+                closing.callback(self._accelerator.close)
+            if self._io is not None:
+                closing.callback(self._io.close)
+            for lane in self._lanes.values():
+                closing.callback(lane.close)
 
     def _starter(
         self,
@@ -183,7 +192,7 @@ class TransferEngine:
     ) -> Callable[[], None]:
         (one, extent), (other, place) = source, destination
         if isinstance(one, MemoryTier) and isinstance(other, MemoryTier):
-            lane = self._lane(one, other)
+            lane = self._lane(one.name, other.name)
             return lambda: lane.put(_Copy(other.bytes_at(place, nbytes), one.bytes_at(extent, nbytes), ticket, ready))
         if isinstance(one, MemoryTier) and isinstance(other, FileTier):
             return lambda: self._file(Kind.WRITE, other, place, one.bytes_at(extent, nbytes), ticket, ready)
@@ -198,14 +207,12 @@ class TransferEngine:
             ready.wait()
         assert self._io is not None  # a file tier is never built without an engine
         file, offset = tier.range_at(extent)
-        buffer = memoryview(memory.numpy())
-        self._io.submit(Operation(kind, file.fd, file.path, offset, buffer, file.direct, ticket.resolve))
+        self._io.submit(Operation(kind, file.fd, file.path, offset, memory.numpy().data, file.direct, ticket.resolve))
 
-    def _lane(self, source: MemoryTier, destination: MemoryTier) -> _Lane:
-        name = f"{source.name}-{destination.name}"
+    def _lane(self, source: str, destination: str) -> _Lane:
+        name = f"{source}-{destination}"
         if name not in self._lanes:
-            device = self._accelerator or source.device
-            self._lanes[name] = _Lane(name, device)
+            self._lanes[name] = _Lane(name, self._accelerator or HostDevice())
         return self._lanes[name]
 
 
@@ -234,12 +241,11 @@ class _Lane:
                 raise StoreClosedError("the store is closed: no more copies")
             self._copies.put(copy)
 
-    def close(self, *, wait: bool) -> None:
+    def close(self) -> None:
         with self._lock:
             self._is_closed = True
             self._copies.put(None)
-        if wait:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         in_flight: deque[tuple[Event, _Copy]] = deque()

@@ -18,7 +18,10 @@ class Tier(abc.ABC):
         self.arena = arena
 
     def grow(self, extents: int, *, slab_extents: int) -> None:
-        """Reserve `extents` more, in slabs of at most `slab_extents`. All or nothing: on an error the size is as before."""
+        """Reserve `extents` more, in slabs of at most `slab_extents`.
+
+        All or nothing: on an error the size is as before.
+        """
         before = len(self.arena.slabs)
         try:
             while extents > 0:
