@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # what torch's optimizers use; torch.compiler.disable imports all of dynamo
 
 from tierstore.binding import Binding, draw, local_of, survey
 from tierstore.build import Parts
@@ -113,7 +114,7 @@ class TieredAdamW(torch.optim.AdamW):
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the closure's loss, if there is a closure.
