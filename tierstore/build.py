@@ -19,6 +19,7 @@ import torch
 
 from tierstore.device import Device, host_for, open_device
 from tierstore.errors import DiskFullError, PolicyError
+from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
 from tierstore.placement import Asked, Need, Room, auto_chunk_bytes, place_homes, size_tiers, whole_pages
 from tierstore.policy import GpuTier, IoSettings, NvmeTier, Percent, TierPolicy
@@ -29,12 +30,9 @@ from tierstore.swapfile import SwapFile, disk_margin, swap_folders
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import TransferEngine
 
-SLABS_PER_TIER = 16
-"""A tier is reserved, and later given back, in about so many pieces."""
-
-MOST_EXTENTS_GROWN = 64
-MOST_BYTES_GROWN = 64 << 20
-"""A tier that grows chunk by chunk does so by at most this much at once."""
+EXTENTS_GROWN = 16
+BYTES_GROWN = 4 << 20
+"""A tier that grows chunk by chunk begins with slabs of so many extents, of no more than so many bytes."""
 
 _log = logging.getLogger("tierstore.build")
 
@@ -104,9 +102,7 @@ class Plant:
         """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes."""
         if self.policy.chunk_size != "auto":
             return whole_pages(self.policy.chunk_size)
-        computing = self.policy.tiers.gpu if self.gpu is not None else self.policy.tiers.cpu
-        capacity = computing.capacity if computing is not None else "auto"
-        asked = None if capacity == "auto" else self._as_bytes("gpu" if self.gpu is not None else "cpu", capacity)
+        asked = self.given_bytes("gpu" if self.gpu is not None else "cpu")
         return auto_chunk_bytes(state_bytes, asked, smallest=max(1 << 14, whole_pages(1024 * largest_element + 4095)))
 
     def rooms(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> dict[str, Room]:
@@ -127,7 +123,7 @@ class Plant:
     def build(self, rooms: Mapping[str, Room], extent_bytes: int, *, growing: Collection[str] = ()) -> Setup:
         """Reserve memory and disk. Raises CapacityError, SwapError or DiskFullError with nothing left reserved.
 
-        Tiers that are `growing` are opened even if they have no extents yet, and grow by slabs of a fixed size.
+        Tiers that are `growing` are opened even if they have no extents yet.
         """
         nvme = self.policy.tiers.nvme
         uses_files = nvme is not None and "nvme" in rooms and (rooms["nvme"].extents > 0 or "nvme" in growing)
@@ -137,7 +133,7 @@ class Plant:
                 undo.callback(engine.close)
             tiers: dict[str, Tier] = {}
             slabs = {name: max(1, room.extents // SLABS_PER_TIER) for name, room in rooms.items()}
-            slabs |= dict.fromkeys(growing, max(1, min(MOST_EXTENTS_GROWN, MOST_BYTES_GROWN // extent_bytes)))
+            slabs |= dict.fromkeys(growing, max(1, min(EXTENTS_GROWN, BYTES_GROWN // extent_bytes)))
             for name, room in rooms.items():
                 if name == "nvme" and not uses_files:
                     continue
@@ -174,17 +170,22 @@ class Plant:
         return True if cpu is None or cpu.pin_memory == "auto" else cpu.pin_memory
 
     def _asked(self, name: str, extent_bytes: int) -> Asked:
-        capacity = getattr(self.policy.tiers, name).capacity
-        if capacity != "auto":
-            return Asked(self._as_bytes(name, capacity) // extent_bytes)
+        given = self.given_bytes(name)
+        if given is not None:
+            return Asked(given // extent_bytes)
         if name != "cpu":
             return Asked(None)
         return Asked(None, limit=max(1, host_memory().available_bytes // 2 // local_ranks() // extent_bytes))
 
-    def _as_bytes(self, name: str, capacity: int | Percent) -> int:
-        """Turn a share into bytes: of the device, of what machine and container allow, or of the swap paths' disks."""
+    def given_bytes(self, name: str) -> int | None:
+        """The capacity that the policy gives a tier; None for `auto` and for a tier left out.
+
+        A share is one of the device, of what machine and container allow, or of the swap paths' disks.
+        """
+        tier = getattr(self.policy.tiers, name)
+        capacity: int | Percent | str = "auto" if tier is None else tier.capacity
         if not isinstance(capacity, Percent):
-            return capacity
+            return None if isinstance(capacity, str) else capacity
         if name == "gpu" and self.gpu is not None:
             total = self.gpu.memory_bytes()[1]
         elif name == "cpu":

@@ -1,8 +1,8 @@
 """Runs plans: the one place where decisions (plan, placement) meet the doing (traffic), and where leases are granted.
 
-Only one thread is inside at a time, and every call first commits what has landed meanwhile. A move that failed is rolled
-back, and its error is raised by the next call that needs chunks. A run that breaks off after chunks were used closes the
-store to further runs until `forgive`; reading works on.
+Only one thread is inside at a time, and every call first commits what has landed meanwhile. A move that failed is
+rolled back, and its error is raised by the next call that needs chunks. A run that breaks off after chunks were used
+closes the store to further runs until `forgive`; reading works on.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tierstore.errors import (
     TransferError,
     WrongThreadError,
 )
+from tierstore.growth import SLABS_PER_TIER
 from tierstore.placement import Need, Room, place_homes
 from tierstore.plan import ChunkView, Move, Plan, plan_eviction, plan_fetch, plan_step
 from tierstore.residency import Fresh, Moving, Resident
@@ -36,12 +37,12 @@ from tierstore.traffic import Traffic
 from tierstore.transfer import TransferEngine
 
 Use = Callable[[int, Tensor, bool], None]
-"""Called with a chunk's number, its record (uint8, on the device of the tier that computes), and whether it is fresh."""
+"""Called with a chunk's number, its record (uint8, on the device of the tier that computes), whether it is fresh."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """What the store must know of a chunk: the bytes that move, the tier it is used in, the one it was told to live in."""
+    """What the store must know of a chunk: bytes that move, the tier it is used in, the one it was told to be in."""
 
     record_bytes: int
     compute: str
@@ -67,6 +68,7 @@ class ChunkStore:
     def __init__(self, setup: Setup, *, describe: Callable[[int], str] = "chunk {}".format) -> None:
         self.setup = setup
         self._line = tuple(setup.tiers)
+        self._extent_bytes = setup.tiers[self._line[0]].arena.extent_bytes
         self._infos: dict[int, ChunkInfo] = {}
         self._traffic = Traffic(setup.tiers, setup.transfer, describe=describe, timeout_seconds=setup.timeout_seconds)
         self._ledger = self._traffic.ledger
@@ -119,8 +121,8 @@ class ChunkStore:
         """Bring each chunk of `order` to where it is used and call `use(chunk, record, is_fresh)`, in that order.
 
         The record is zeroed if fresh; `use` launches its work on the tier's device and must not keep the tensor.
-        `upcoming` is the order expected next time; `is_step` counts the run in `stats().step`. Raises CapacityError before anything has moved, FailedStepError if an
-        earlier run broke off.
+        `upcoming` is the order expected next time; `is_step` counts the run in `stats().step`. Raises CapacityError
+        before anything has moved, FailedStepError if an earlier run broke off.
         """
         with self._entered():
             self._traffic.raise_errors()
@@ -140,7 +142,7 @@ class ChunkStore:
         try:
             yield record
         finally:
-            with self._entered():
+            with self._entered(wait=True):  # the lease must end, whoever is inside
                 self._end_use(chunk)
 
     def fetch(self, chunks: Sequence[int]) -> None:
@@ -154,7 +156,8 @@ class ChunkStore:
         """Begin to bring one chunk to where it is used, whatever has to make room."""
         with self._entered():
             self._traffic.raise_errors()
-            self._issue_all(plan_step([chunk], (), self._views(), self._traffic.room(), self._line))
+            if self._ledger.bound_for(chunk) != self._infos[chunk].compute:
+                self._issue_all(plan_step([chunk], (), self._views(), self._traffic.room(), self._line))
 
     def send_home(self, chunks: Sequence[int]) -> None:
         """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
@@ -212,7 +215,8 @@ class ChunkStore:
             self.wait()
             tier = self.setup.tiers[name]
             homes = self._homes_for(self._infos, self._rooms() | {name: Room(extents, name in self.setup.homes)})
-            tier.grow(max(0, extents - tier.arena.capacity), slab_extents=self.setup.slab_extents[name])
+            slab_extents = max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
+            tier.grow(max(0, extents - tier.arena.capacity), slab_extents=slab_extents)
             self._set_homes(homes)
             if extents < tier.arena.capacity:
                 self._shrink(tier, extents)
@@ -258,8 +262,7 @@ class ChunkStore:
 
     def _homes_for(self, infos: Mapping[int, ChunkInfo], rooms: Mapping[str, Room]) -> dict[int, str]:
         needs = [Need(info.compute, info.named) for info in infos.values()]
-        extent_bytes = next(iter(self.setup.tiers.values())).arena.extent_bytes
-        homes = place_homes(needs, rooms, order=self.setup.order, extent_bytes=extent_bytes)
+        homes = place_homes(needs, rooms, order=self.setup.order, extent_bytes=self._extent_bytes)
         return dict(zip(infos, homes, strict=True))
 
     def _set_homes(self, homes: Mapping[int, str]) -> None:
@@ -372,20 +375,18 @@ class ChunkStore:
                 self._shut()
 
     @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _entered(self, *, wait: bool = False) -> Iterator[None]:
         if self._pid != os.getpid():
-            raise ForkedStoreError(
-                f"this store belongs to process {self._pid}, of which this one is a fork: make a new one here"
-            )
+            raise ForkedStoreError(f"this store belongs to process {self._pid}, of which this is a fork: make a new one")
         if not self._shut.alive:
             raise StoreClosedError("the store is closed and its state is gone; save state_dict() before close()")
-        with self._sole_thread():
+        with self._sole_thread(wait=wait):
             self._traffic.settle()
             yield
 
     @contextlib.contextmanager
-    def _sole_thread(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
+    def _sole_thread(self, *, wait: bool = False) -> Iterator[None]:
+        if not self._lock.acquire(blocking=wait):
             raise WrongThreadError(
                 f"thread {threading.current_thread().name!r} called the store while another thread was inside: "
                 f"call it from one thread at a time"

@@ -14,10 +14,10 @@ PACKAGE = Path(tierstore.__file__).parent
 
 # A module imports only from groups above its own, and within a group only from names to its left.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "nouns": ("errors", "arena", "layout", "stats"),
-    "decide": ("units", "policy", "residency", "placement", "plan"),
+    "nouns": ("errors", "arena", "layout", "stats", "forms", "pieces"),
+    "decide": ("units", "policy", "residency", "placement", "growth", "plan"),
     "do": ("device", "pressure", "io", "swapfile", "tiers", "transfer"),
-    "join": ("flights", "traffic", "store", "build", "forms", "growth", "tensors"),
+    "join": ("flights", "traffic", "store", "build", "piecestore", "tensors"),
     "use": ("kernels", "results", "binding", "state_view", "state_dicts", "update", "optimizer"),
     "front": ("", "demo", "cli", "__main__"),
 }
