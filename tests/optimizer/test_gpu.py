@@ -1,0 +1,98 @@
+"""The optimizer on an accelerator: chunks streamed through device memory, or gradients down and parameters up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tierstore import TieredAdamW
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+SHAPES = [(300, 500), (1000,), (1,), (), (77, 33), (513, 1000), (0,)]
+STEPS = 6
+
+
+def make(dtype: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
+
+
+def train(parameters: list[Tensor], make_optimizer: Callable[[list[Tensor]], Any], steps: int = STEPS) -> Any:
+    """Train with the same gradients every time; one parameter misses one step."""
+    optimizer = make_optimizer(parameters)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for number, parameter in enumerate(parameters):
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.grad = None if (number, step) == (1, 2) else gradient
+        optimizer.step()
+    return optimizer
+
+
+def policy(tmp_path: Path, **settings: Any) -> dict[str, Any]:
+    tiers = {"gpu": {"capacity": "1MiB"}, "cpu": {"capacity": "1MiB"}, "nvme": {"paths": [str(tmp_path)]}}
+    return {"chunk_size": "256KiB", "tiers": tiers, **settings}
+
+
+def test_chunks_streamed_through_the_device_give_the_bits_of_torchs_fused_kernel(tmp_path: Path) -> None:
+    ours, theirs = make(torch.float32, "cuda"), make(torch.float32, "cuda")
+    with train(ours, lambda p: TieredAdamW(p, lr=1e-2, policy=policy(tmp_path))) as optimizer:
+        train(theirs, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+        optimizer.store.check()
+        routes = optimizer.store.stats().routes
+        assert {"nvme->cpu", "cpu->gpu", "gpu->cpu", "cpu->nvme"} <= set(routes)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_compute_on_the_cpu_gives_the_bits_of_the_cpu_kernel(tmp_path: Path) -> None:
+    ours, theirs = make(torch.float32, "cuda"), make(torch.float32, "cpu")
+    with train(ours, lambda p: TieredAdamW(p, lr=1e-2, policy=policy(tmp_path, compute="cpu"))):
+        train(theirs, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", ["device", "cpu"])
+def test_placement_does_not_change_low_precision_parameters(tmp_path: Path, dtype: torch.dtype, compute: str) -> None:
+    tiny, roomy = make(dtype, "cuda"), make(dtype, "cuda")
+    everything = {"tiers": {"gpu": {"capacity": "64MiB"}, "cpu": {"capacity": "64MiB"}}, "compute": compute}
+    with train(tiny, lambda p: TieredAdamW(p, lr=1e-2, policy=policy(tmp_path, compute=compute))):
+        pass
+    with train(roomy, lambda p: TieredAdamW(p, lr=1e-2, policy=everything)):
+        pass
+    assert all(torch.equal(one, other) for one, other in zip(tiny, roomy, strict=True))
+
+
+def test_model_moved_after_construction_is_bound_where_it_is(tmp_path: Path) -> None:
+    model = torch.nn.Linear(100, 100)
+    with TieredAdamW(model.parameters(), policy=policy(tmp_path)) as optimizer:
+        model.cuda()
+        model(torch.randn(8, 100, device="cuda")).sum().backward()
+        optimizer.step()
+        assert set(optimizer.store.stats().tiers) == {"gpu", "cpu", "nvme"}
+        assert all(t.device.type == "cpu" for state in optimizer.state_dict()["state"].values() for t in state.values())
+
+
+def test_state_dict_resumes_on_the_device(tmp_path: Path) -> None:
+    straight = make(torch.float32, "cuda")
+    with train(straight, lambda p: TieredAdamW(p, policy=policy(tmp_path))) as optimizer:
+        saved, weights = optimizer.state_dict(), [p.detach().clone() for p in straight]
+    resumed = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    other = TieredAdamW(resumed, policy=policy(tmp_path, compute="device"))
+    other.load_state_dict(saved)
+    reference = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    theirs = torch.optim.AdamW(reference, fused=True)
+    theirs.load_state_dict(saved)
+    train(resumed, lambda _: other, steps=3)
+    train(reference, lambda _: theirs, steps=3)
+    other.close()
+    assert all(torch.equal(one, two) for one, two in zip(resumed, reference, strict=True))
