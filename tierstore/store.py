@@ -377,7 +377,7 @@ class ChunkStore:
     @contextlib.contextmanager
     def _entered(self, *, wait: bool = False) -> Iterator[None]:
         if self._pid != os.getpid():
-            raise ForkedStoreError(f"this store belongs to process {self._pid}, of which this is a fork: make a new one")
+            raise ForkedStoreError(f"this store belongs to process {self._pid}, and this is a fork of it: make another")
         if not self._shut.alive:
             raise StoreClosedError("the store is closed and its state is gone; save state_dict() before close()")
         with self._sole_thread(wait=wait):
