@@ -174,11 +174,11 @@ class ChunkStore:
         Returns False, and copies nothing, while the chunk is fresh. Works after a failed step too.
         """
         with self._entered():
+            self._traffic.wait_until_over(chunk)  # the extent it is leaving may be promised, and filled once it has left
             place = self._ledger.where(chunk)
-            if isinstance(place, Fresh):
+            if not isinstance(place, Resident):
                 return False
-            source = place.source if isinstance(place, Moving) else place
-            where = self.setup.tiers[source.tier], source.extent
+            where = self.setup.tiers[place.tier], place.extent
             ticket = self.setup.transfer.read_out(where, into, ready=self._traffic.last_use.get(chunk))
             ticket.wait(self.setup.timeout_seconds)
             return True

@@ -107,9 +107,13 @@ class Traffic:
 
     def wait_for(self, chunk: int) -> None:
         """Block until the chunk's hops are over. Raises the error of one that failed."""
+        self.wait_until_over(chunk)
+        self.raise_errors()
+
+    def wait_until_over(self, chunk: int) -> None:
+        """Block until the chunk's hops have landed or failed. The error of one that failed is kept."""
         while (flight := self._flights.of(chunk)) is not None and flight.ticket is not None:
             self._conclude_next(chunk)
-        self.raise_errors()
 
     def wait_for_all(self) -> None:
         """Block until nothing is under way. Raises the error of a move that failed."""
