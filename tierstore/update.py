@@ -104,7 +104,7 @@ class _Flat:
     @classmethod
     def of(cls, parameter: Tensor) -> _Flat:
         assert parameter.grad is not None
-        local, gradient = local_of(parameter), local_of(parameter.grad)
+        local, gradient = local_of(parameter), local_of(_resolved(parameter.grad))
         flat = in_storage_order_of(local, local)
         return cls(flat, in_storage_order_of(local, gradient), flat.numel(), None if is_dense(local) else local)
 
@@ -112,6 +112,11 @@ class _Flat:
         """Write the copy of a parameter that is not dense to where it came from."""
         if self.original is not None:
             self.original.copy_(self.parameter.view(self.original.shape))
+
+
+def _resolved(gradient: Tensor) -> Tensor:
+    """Make a lazily conjugated gradient, which autograd may leave on a complex parameter, an ordinary one."""
+    return gradient.resolve_conj() if gradient.is_complex() else gradient
 
 
 def advance(binding: Binding, participants: Mapping[int, Tensor], times: Counter[Tensor], *, sign: int) -> None:
