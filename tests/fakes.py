@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from tierstore.arena import Extent
+from tierstore.build import Parts
+from tierstore.device import Device, Event, HostDevice, map_host_memory
 from tierstore.errors import TransferError
-from tierstore.io.base import Kind, Request
+from tierstore.io.base import Engine, Kind, Operation, Progress, Request
 from tierstore.io.threads import ThreadsEngine
+from tierstore.tiers import FileTier, Tier
+from tierstore.transfer import Ticket, TransferEngine
 
 PATIENCE_SECONDS = 60.0
 """How long a test waits for a state before it fails; never waited out when the code is right."""
@@ -132,3 +143,390 @@ class FaultyEngine(ThreadsEngine):
             return 0
         call = os.preadv if request.operation.kind is Kind.READ else os.pwritev
         return call(request.operation.fd, [request.view[:most_bytes]], request.offset)
+
+
+# --- device
+
+POISON = 0xFF
+"""What every byte that is worth nothing is set to: as a float it is NaN."""
+
+
+class PoisoningDevice(HostDevice):
+    """Host memory that is garbage when it is new and when it was given up."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return super().allocate(nbytes).fill_(POISON)
+
+    def discard(self, extent: Tensor) -> None:
+        extent.fill_(POISON)
+
+
+class Schedule:
+    """Chooses by a seed which piece of queued work is run next, and runs none before somebody waits for something.
+
+    Each stream has a thread and a rank drawn at random, and changed at random now and then; the first stream that is
+    able runs its next piece, one piece at a time. A seed may also be eager: then some pieces run as soon as more is
+    queued. A `leader` (HonestTransfer) tells when the thread that called the store waits, and when all others have
+    done what they can without it; the lanes then wait for their events without hurrying anybody, and what happens
+    depends on the seed alone. Without a leader every wait hurries.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.eagerness = self.chance.choice((0.0, 0.0, 0.1, 0.4))
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.leaders: list[HonestTransfer] = []
+        self._streams: list[HonestStream] = []
+        self._running = 0
+        self._patient: dict[threading.Thread, Callable[[], bool]] = {}  # lanes that wait, and until when
+
+    def enter(self, stream: HonestStream) -> None:
+        """Take part from now on."""
+        with self.changed:
+            self._streams.append(stream)
+            stream.rank = self.chance.random()
+
+    def leave(self, stream: HonestStream) -> None:
+        """Take part no more."""
+        with self.changed:
+            self._streams.remove(stream)
+
+    def wait_for(self, is_enough: Callable[[], bool]) -> None:
+        """Block until something is true; run what is queued until it is, unless a leader sees to that."""
+        thread = threading.current_thread()
+        with self.changed:
+            if self.leaders and thread.name.startswith("tierstore-"):
+                self._patient[thread] = is_enough
+                self.changed.notify_all()
+                self._await(is_enough)
+                del self._patient[thread]
+            else:
+                self._hurry(is_enough, is_piece=any(stream.thread is thread for stream in self._streams))
+
+    def settle(self) -> None:
+        """Wait until every thread but this one has done what it can without another piece being run."""
+        with self.changed:
+            self._await(self._is_quiet)
+
+    def tempt(self) -> None:
+        """Let chance run a few pieces, as a real device would at any time."""
+        while self.chance.random() < self.eagerness:
+            with self.changed:
+                self._await(self._is_quiet)
+                self._run_one()
+
+    def is_patient(self, lane: str) -> bool:
+        """Whether a lane's thread is waiting for something that has not come."""
+        return any(thread.name == f"tierstore-{lane}" and not has_come() for thread, has_come in self._patient.items())
+
+    def _hurry(self, is_enough: Callable[[], bool], *, is_piece: bool) -> None:
+        """Run piece after piece until something is true; a piece that waits does not count as running meanwhile."""
+        self._running -= is_piece
+        try:
+            while not is_enough():
+                if self._is_quiet() and self._run_one():
+                    continue
+                if not is_enough():
+                    assert self.changed.wait(PATIENCE_SECONDS), "somebody waits for what nobody will do"
+        finally:
+            self._running += is_piece
+
+    def _is_quiet(self) -> bool:
+        return not self._running and all(leader.is_quiet() for leader in self.leaders)
+
+    def _run_one(self) -> bool:
+        able = [stream for stream in self._streams if stream.is_able]
+        if not able:
+            return False
+        stream = min(able, key=lambda stream: stream.rank)
+        if self.chance.random() < 0.1:
+            stream.rank = self.chance.random()
+        self._running += 1
+        stream.has_turn = True
+        stream.called.notify()
+        self._await(lambda: not stream.has_turn)
+        return True
+
+    def end_piece(self, stream: HonestStream) -> None:
+        """Hear that a stream has run its piece."""
+        with self.changed:
+            self._running -= 1
+            stream.done += 1
+            stream.has_turn = False
+            self.changed.notify_all()
+
+    def _await(self, is_enough: Callable[[], bool]) -> None:
+        assert self.changed.wait_for(is_enough, PATIENCE_SECONDS), "somebody waits for what nobody will do"
+
+
+@dataclass
+class _Work:
+    run: Callable[[], None]
+    after: HonestEvent | None = None
+
+
+class HonestStream:
+    """A stream that is a thread; its work is run in order, each piece when the schedule chooses it."""
+
+    def __init__(self, schedule: Schedule, purpose: str) -> None:
+        self.purpose = purpose
+        self.rank = 0.0
+        self.queued = self.done = 0
+        self.has_turn = False
+        self.called = threading.Condition(schedule.lock)
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self._schedule = schedule
+        self._work: deque[_Work] = deque()
+        schedule.enter(self)
+
+    @property
+    def is_able(self) -> bool:
+        """Whether its next piece may run."""
+        if not self._work or self.has_turn:
+            return False
+        after = self._work[0].after
+        return after is None or after.query()
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        assert destination.shape == source.shape and destination.dtype == source.dtype == torch.uint8
+        destination.fill_(POISON)
+        self.add(lambda: destination.copy_(source))
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, HonestEvent):
+            self.add(lambda: None, after=event)
+        else:
+            event.wait()
+
+    def record(self) -> HonestEvent:
+        return HonestEvent(self._schedule, self, self.queued)
+
+    def add(self, run: Callable[[], object], *, after: HonestEvent | None = None) -> None:
+        """Queue a piece of work."""
+        with self._schedule.changed:
+            self._work.append(_Work(run, after))
+            self.queued += 1
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, name=f"honest-{self.purpose}", daemon=True)
+                self.thread.start()
+            self._schedule.changed.notify_all()
+
+    def close(self) -> None:
+        """Run what is queued and end the thread; more work starts another."""
+        self._schedule.wait_for(lambda: self.done == self.queued)
+        with self._schedule.changed:
+            thread, self.thread = self.thread, None
+            self.called.notify()
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        myself = threading.current_thread()
+        while True:
+            with self._schedule.lock:
+                self.called.wait_for(lambda: self.has_turn or self.thread is not myself)
+                if self.thread is not myself:
+                    return
+                work = self._work.popleft()
+            try:
+                if self.error is None:  # after an error a stream does nothing more, as a real one
+                    work.run()
+            except BaseException as error:
+                self.error = error
+            self._schedule.end_piece(self)
+
+
+class HonestEvent:
+    """Comes when its stream has done all that was queued when it was recorded."""
+
+    def __init__(self, schedule: Schedule, stream: HonestStream, count: int) -> None:
+        self._schedule = schedule
+        self._stream = stream
+        self._count = count
+
+    def query(self) -> bool:
+        return self._stream.done >= self._count
+
+    def wait(self) -> None:
+        self._schedule.wait_for(self.query)
+
+
+class HonestDevice:
+    """Host memory that behaves as an accelerator does at its worst.
+
+    Copies and launched work run on threads, as late as they may; what a copy is to fill is garbage from the moment the
+    copy is queued, and a discarded extent from that moment. Work that fails is heard of in `finish`.
+    """
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0, *, schedule: Schedule | None = None, name: str = "honest") -> None:
+        self.name = name
+        self.schedule = schedule or Schedule(seed)
+        self._compute = HonestStream(self.schedule, f"{name}-compute")
+        self._copies: list[HonestStream] = []
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return map_host_memory(nbytes).fill_(POISON)
+
+    def copy_stream(self, purpose: str) -> HonestStream:
+        self._copies.append(HonestStream(self.schedule, purpose))
+        return self._copies[-1]
+
+    def discard(self, extent: Tensor) -> None:
+        extent.fill_(POISON)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self._compute.add(work)
+        self.schedule.tempt()
+
+    def record(self) -> HonestEvent:
+        event = self._compute.record()
+        self.schedule.tempt()
+        return event
+
+    def finish(self) -> None:
+        self.record().wait()
+        error, self._compute.error = self._compute.error, None
+        if error is not None:
+            raise error
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+    def close(self) -> None:
+        for stream in (self._compute, *self._copies):
+            stream.close()
+
+
+class HonestEngine(ThreadsEngine):
+    """Real reads and writes of real files, each request when the schedule chooses it, in any order."""
+
+    def __init__(self, schedule: Schedule, *, request_size: int = 8192) -> None:
+        Engine.__init__(self, request_size=request_size)
+        self.under_way = 0  # operations wholly queued and not over
+        self._schedule = schedule
+        self._streams = [HonestStream(schedule, f"io-{number}") for number in range(4)]
+
+    def submit(self, operation: Operation) -> None:
+        if operation.kind is Kind.READ:
+            operation.buffer[:] = bytes([POISON]) * len(operation.buffer)
+        super().submit(operation)
+        with self._schedule.changed:
+            self.under_way += 1
+            self._schedule.changed.notify_all()
+
+    def close(self) -> None:
+        self._schedule.wait_for(lambda: self._operations == 0)
+        super().close()
+
+    def _finish(self, progress: Progress) -> None:
+        super()._finish(progress)
+        with self._schedule.changed:
+            self.under_way -= 1
+
+    def _start(self, request: Request) -> None:
+        self._schedule.chance.choice(self._streams).add(lambda: self._carry(request))
+
+    def _carry(self, request: Request) -> None:
+        try:
+            self._run(request)
+        except BaseException as error:
+            self._fail(request, error)
+        self._end(request)
+
+    def _stop(self) -> None:
+        for stream in self._streams:
+            stream.close()
+            self._schedule.leave(stream)
+
+
+class HonestTransfer(TransferEngine):
+    """The real transfers; tells the schedule when the thread that called the store waits, and when all is quiet."""
+
+    def __init__(self, io: Engine | None, accelerator: Device | None, *, schedule: Schedule) -> None:
+        super().__init__(io, accelerator)
+        self._schedule = schedule
+        self._unheard: dict[Ticket, tuple[Sequence[Ticket], str | None]] = {}  # what each follows, and its lane
+        schedule.leaders.append(self)
+
+    def submit(
+        self,
+        source: tuple[Tier, Extent],
+        destination: tuple[Tier, Extent],
+        nbytes: int,
+        *,
+        after: Sequence[Ticket] = (),
+        ready: Event | None = None,
+    ) -> Ticket:
+        ticket = super().submit(source, destination, nbytes, after=after, ready=ready)
+        is_file = any(isinstance(tier, FileTier) for tier, _ in (source, destination))
+        self._follow(ticket, after, is_file)
+        self._schedule.tempt()
+        return ticket
+
+    def read_out(self, source: tuple[Tier, Extent], into: Tensor, *, ready: Event | None = None) -> Ticket:
+        ticket = super().read_out(source, into, ready=ready)
+        self._follow(ticket, (), isinstance(source[0], FileTier))
+        wait = ticket.wait
+
+        def wait_with_others(timeout: float | None) -> None:
+            self._schedule.wait_for(ticket.is_done)
+            wait(timeout)
+
+        ticket.wait = wait_with_others  # type: ignore[method-assign]
+        return ticket
+
+    def next_ended(self, *, wait: bool, timeout: float | None = None) -> Ticket | None:
+        if wait:
+            self._schedule.wait_for(lambda: not self._ended.empty())
+        return super().next_ended(wait=False)
+
+    def close(self) -> None:
+        self._schedule.wait_for(lambda: not self._unheard)
+        super().close()
+        if self in self._schedule.leaders:
+            self._schedule.leaders.remove(self)
+
+    def is_quiet(self) -> bool:
+        """Whether every transfer that could begin is a queued piece, or behind one that its lane waits for."""
+        at_files = 0
+        for after, lane in self._unheard.values():
+            if not all(ticket.is_done() for ticket in after):
+                continue
+            if lane is None:
+                at_files += 1
+            elif not self._schedule.is_patient(lane):
+                return False
+        return not isinstance(self._io, HonestEngine) or at_files <= self._io.under_way
+
+    def _follow(self, ticket: Ticket, after: Sequence[Ticket], is_file: bool) -> None:
+        with self._schedule.changed:
+            self._unheard[ticket] = tuple(after), None if is_file else "-".join(ticket.route)
+        ticket.when_done(self._hear)
+        self._schedule.settle()
+
+    def _hear(self, ticket: Ticket) -> None:
+        with self._schedule.changed:
+            del self._unheard[ticket]
+            self._schedule.changed.notify_all()
+
+
+def honest_parts(seed: int, *, asynchronous_host: bool = False) -> Parts:
+    """Every maker's honest stand-in, all under one schedule: what a store does depends on the seed alone.
+
+    `asynchronous_host`: updates computed in the cpu tier run late too, which its protocol allows.
+    """
+    schedule = Schedule(seed)
+
+    def host_for(_: torch.device | None, *, pin_memory: bool) -> Device:
+        return HonestDevice(schedule=schedule, name="host") if asynchronous_host else PoisoningDevice()
+
+    return Parts(
+        open_device=lambda wanted, on: HonestDevice(schedule=schedule),
+        host_for=host_for,
+        open_engine=lambda *_, **__: HonestEngine(schedule),
+        open_transfer=lambda io, accelerator: HonestTransfer(io, accelerator, schedule=schedule),
+    )

@@ -1,0 +1,241 @@
+"""Every wait in the code is needed: with all of them numbers are right for every seed, without any one they are not.
+
+The store runs on honest devices and engines, which do everything as late as they may and poison what is worth nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.fakes import HonestDevice, HonestTransfer, honest_parts
+from tests.trial import Trial, WrongBytesError
+from tierstore.device import Event
+from tierstore.store import ChunkStore
+from tierstore.tiers import Tier
+from tierstore.traffic import Traffic
+from tierstore.transfer import Ticket, TransferEngine, _Lane
+
+pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
+
+ON_DEVICE = {"gpu": 5, "cpu": 5, "nvme": 8}
+ON_HOST = {"cpu": 5, "nvme": 12}
+Place = tuple[str, Any]
+
+
+def run_trial(folder: Path, seed: int, compute: str) -> None:
+    capacity = ON_DEVICE if compute == "gpu" else ON_HOST
+    parts = honest_parts(seed, asynchronous_host=compute == "cpu")
+    Trial(folder, parts, seed, capacity=capacity, compute=compute).run()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_store_computes_what_a_dict_computes_on_an_honest_device(tmp_path: Path, seed: int) -> None:
+    run_trial(tmp_path, seed, "gpu")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_store_computes_what_a_dict_computes_where_the_host_computes_late(tmp_path: Path, seed: int) -> None:
+    run_trial(tmp_path, seed, "cpu")
+
+
+# --- without one wait
+
+Breaker = Callable[[pytest.MonkeyPatch], None]
+
+
+def without_copy_waiting_for_the_update(patch: pytest.MonkeyPatch) -> None:
+    begin = _Lane._begin
+    patch.setattr(
+        _Lane, "_begin", lambda lane, copy, in_flight: begin(lane, dataclasses.replace(copy, ready=None), in_flight)
+    )
+
+
+def without_hearing_the_copy_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Lane, "_end", lambda lane, event, copy: copy.ticket.resolve(None))
+
+
+def without_write_waiting_for_the_update(patch: pytest.MonkeyPatch) -> None:
+    file = TransferEngine._file
+    patch.setattr(TransferEngine, "_file", lambda engine, *arguments: file(engine, *arguments[:-1], None))
+
+
+def without_reading_out_waiting_for_the_update(patch: pytest.MonkeyPatch) -> None:
+    read_out = HonestTransfer.read_out
+
+    def hasty(engine: HonestTransfer, source: tuple[Tier, Any], into: Tensor, *, ready: Event | None) -> Ticket:
+        return read_out(engine, source, into)
+
+    patch.setattr(HonestTransfer, "read_out", hasty)
+
+
+def without_waiting_for_what_is_read_out(patch: pytest.MonkeyPatch) -> None:
+    read_out = HonestTransfer.read_out
+
+    def hasty(engine: HonestTransfer, *arguments: Any, **options: Any) -> Ticket:
+        ticket = read_out(engine, *arguments, **options)
+        ticket.wait = lambda timeout: None  # type: ignore[method-assign]
+        return ticket
+
+    patch.setattr(HonestTransfer, "read_out", hasty)
+
+
+def without_reading_out_waiting_for_the_move(patch: pytest.MonkeyPatch) -> None:
+    """Read the extent that the chunk is leaving."""
+    where = Traffic.wait_until_over
+
+    def leave(traffic: Traffic, chunk: int) -> None:
+        place = traffic.ledger._where[chunk]
+        source = getattr(place, "source", None)
+        if source is None:
+            return where(traffic, chunk)
+        traffic.ledger._where[chunk] = source  # as read_record would see it
+        waiting = Traffic.settle
+
+        def put_back(again: Traffic) -> None:
+            patch.setattr(Traffic, "settle", waiting)
+            if again.ledger._where.get(chunk) is source:
+                again.ledger._where[chunk] = place
+            waiting(again)
+
+        patch.setattr(Traffic, "settle", put_back)
+        return None
+
+    patch.setattr(Traffic, "wait_until_over", leave)
+
+
+def without_waiting_before_use(patch: pytest.MonkeyPatch) -> None:
+    """Hand out transfers as ended, in the order they were submitted, as soon as somebody waits for one."""
+    submit, next_ended, error = HonestTransfer.submit, HonestTransfer.next_ended, Ticket.error
+    handed_out: set[Ticket] = set()
+    submitted: dict[Ticket, None] = {}
+
+    def remember(engine: HonestTransfer, *arguments: Any, **options: Any) -> Ticket:
+        ticket = submit(engine, *arguments, **options)
+        submitted[ticket] = None
+        return ticket
+
+    def hasty(engine: HonestTransfer, *, wait: bool, timeout: float | None = None) -> Ticket | None:
+        if not wait:
+            while (ticket := next_ended(engine, wait=False)) in handed_out:
+                pass
+        else:
+            ticket = next(one for one in submitted if one not in handed_out)
+        if ticket is not None:
+            handed_out.add(ticket)
+        return ticket
+
+    patch.setattr(HonestTransfer, "submit", remember)
+    patch.setattr(HonestTransfer, "next_ended", hasty)
+    patch.setattr(Ticket, "error", lambda ticket: error(ticket) if ticket.is_done() else None)
+
+
+def without_making_a_chunk_waiting_for_its_extent(patch: pytest.MonkeyPatch) -> None:
+    def make(traffic: Traffic, chunk: int) -> bool:
+        flight = traffic._flights.of(chunk)
+        if flight is None or flight.source is not None:
+            return False
+        traffic._flights.land(flight)
+        traffic.ledger.create(chunk, flight.destination)
+        return True
+
+    patch.setattr(Traffic, "make", make)
+
+
+def without_draining(patch: pytest.MonkeyPatch) -> None:
+    give_up = Traffic.give_up
+    patch.setattr(Traffic, "give_up", lambda traffic, place, last_use: give_up(traffic, place, None))
+
+
+def without_drain_asking_the_event(patch: pytest.MonkeyPatch) -> None:
+    def drain(traffic: Traffic, *, wait: bool = False) -> None:
+        draining, traffic._draining = traffic._draining, []
+        for place, _ in draining:
+            traffic.tiers[place.tier].release(place.extent)
+
+    patch.setattr(Traffic, "drain", drain)
+
+
+def without_finishing_the_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HonestDevice, "finish", lambda device: None)
+
+
+def without_following(kind: str, route: str, before: str) -> Breaker:
+    """Let transfers on one route not follow those on another: a chunk's previous hop, or whoever leaves the extent."""
+
+    def breaker(patch: pytest.MonkeyPatch) -> None:
+        submit = HonestTransfer.submit
+        places: dict[Ticket, tuple[Place, Place]] = {}
+
+        def hasty(
+            engine: HonestTransfer,
+            source: tuple[Tier, Any],
+            destination: tuple[Tier, Any],
+            nbytes: int,
+            *,
+            after: Sequence[Ticket] = (),
+            ready: Event | None = None,
+        ) -> Ticket:
+            begin, end = (source[0].name, source[1]), (destination[0].name, destination[1])
+
+            def is_let_go(one: Ticket) -> bool:
+                left, reached = places[one]
+                relation = reached == begin if kind == "hop" else left == end
+                return relation and f"{begin[0]}->{end[0]}" == route and "->".join(one.route) == before
+
+            kept = [one for one in after if not is_let_go(one)]
+            ticket = submit(engine, source, destination, nbytes, after=kept, ready=ready)
+            places[ticket] = begin, end
+            return ticket
+
+        patch.setattr(HonestTransfer, "submit", hasty)
+
+    return breaker
+
+
+WAITS: dict[str, tuple[str, Breaker]] = {
+    "a copy off the device waits for the update": ("gpu", without_copy_waiting_for_the_update),
+    "a ticket waits for the copy's event": ("gpu", without_hearing_the_copy_end),
+    "a write waits for the update in the host": ("cpu", without_write_waiting_for_the_update),
+    "reading out waits for the update": ("gpu", without_reading_out_waiting_for_the_update),
+    "reading out is waited for": ("gpu", without_waiting_for_what_is_read_out),
+    "reading out waits for the move": ("gpu", without_reading_out_waiting_for_the_move),
+    "use waits for arrival": ("gpu", without_waiting_before_use),
+    "making waits for the extent to be left": ("gpu", without_making_a_chunk_waiting_for_its_extent),
+    "a deleted chunk's extent drains": ("gpu", without_draining),
+    "draining asks the event": ("gpu", without_drain_asking_the_event),
+    "a step is finished": ("gpu", without_finishing_the_step),
+    "up: the copy follows the read": ("gpu", without_following("hop", "cpu->gpu", "nvme->cpu")),
+    "down: the write follows the copy": ("gpu", without_following("hop", "cpu->nvme", "gpu->cpu")),
+    "the device's extent: in follows out": ("gpu", without_following("claim", "cpu->gpu", "gpu->cpu")),
+    "the host's extent: a read follows the write": ("cpu", without_following("claim", "nvme->cpu", "cpu->nvme")),
+    "the host's extent: a read follows the copy up": ("gpu", without_following("claim", "nvme->cpu", "cpu->gpu")),
+    "the host's extent: a copy down follows the write": ("gpu", without_following("claim", "gpu->cpu", "cpu->nvme")),
+    "the host's extent: a copy down follows one up": ("gpu", without_following("claim", "gpu->cpu", "cpu->gpu")),
+    "the file's extent: a write follows the read": ("cpu", without_following("claim", "cpu->nvme", "nvme->cpu")),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_without_a_wait_numbers_are_wrong(tmp_path: Path, name: str) -> None:
+    compute, breaker = WAITS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        breaker(patch)
+        patch.setattr(ChunkStore, "check", lambda store: None)  # it would tell sooner, but not of the numbers
+        assert any(goes_wrong(tmp_path, seed, compute) for seed in range(24)), "nothing goes wrong without it"
+
+
+def goes_wrong(folder: Path, seed: int, compute: str) -> bool:
+    """Whether a trial finds wrong bytes; whatever else a broken store raises does not count."""
+    with contextlib.suppress(Exception):
+        try:
+            run_trial(folder, seed, compute)
+        except WrongBytesError:
+            return True
+    return False
