@@ -54,7 +54,22 @@ class Member:
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, as real numbers: a DTensor's shard, a complex tensor's pairs."""
     local = getattr(tensor, "_local_tensor", tensor)
+    if hasattr(local, "wait"):  # what a collective that may still be under way will give
+        local = local.wait()
     return as_real(local.detach())
+
+
+def sharded_like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Shard values of the parameter's shape as the parameter is, if both are DTensors.
+
+    A collective unless they are sharded alike already (gradients under sequence parallelism are partial sums, say): all
+    ranks call it for the same parameters in the same order.
+    """
+    wanted, found = getattr(parameter, "_spec", None), getattr(values, "_spec", None)
+    if wanted is None or found is None or (wanted.placements, wanted.mesh) == (found.placements, found.mesh):
+        return values
+    sharded: Tensor = values.to(parameter.device).redistribute(wanted.mesh, wanted.placements)  # type: ignore[attr-defined]
+    return sharded
 
 
 def needs_state(parameter: Tensor) -> bool:

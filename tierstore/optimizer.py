@@ -27,7 +27,7 @@ from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
 from tierstore.state_view import Handed, StateView, check_state, materialise, write_state
 from tierstore.tensors import TieredStore
-from tierstore.update import StepWork, advance, hyper_of
+from tierstore.update import Participant, StepWork, advance, hyper_of
 
 _KEPT = ("_step_supports_amp_scaling",)
 
@@ -132,7 +132,7 @@ class TieredAdamW(torch.optim.AdamW):
         if gradients and not self._is_skipped():
             binding, handed = self.bound()
             handed.absorb()
-            self._update({binding.position[id(parameter)]: parameter for parameter in gradients}, gradients, binding)
+            self._update({binding.position[id(p)]: Participant.of(p, times) for p, times in gradients.items()}, binding)
             handed.forget()
         return loss
 
@@ -152,15 +152,16 @@ class TieredAdamW(torch.optim.AdamW):
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _update(self, participants: Mapping[int, Tensor], times: Counter[Tensor], binding: Binding) -> None:
+    def _update(self, participants: Mapping[int, Participant], binding: Binding) -> None:
         """Run the chunks of all participants through the store."""
+        hypers = [hyper_of(group) for group in self.param_groups]
         new = {position for position in participants if position not in binding.steps}
         binding.steps.update({position: torch.tensor(0.0) for position in sorted(new)})
-        advance(binding, participants, times, sign=1)
+        advance(binding, participants, sign=1)
         work = StepWork(
             binding,
-            {position: (parameter, times[parameter]) for position, parameter in participants.items()},
-            [hyper_of(group) for group in self.param_groups],
+            participants,
+            hypers,
             new,
             self._held.scratch,
             getattr(self, "grad_scale", None),
@@ -175,7 +176,7 @@ class TieredAdamW(torch.optim.AdamW):
             binding.plant.finish()
         except BaseException as error:
             self._tell_failure(binding, work, error)
-            advance(binding, participants, times, sign=-1)
+            advance(binding, participants, sign=-1)
             for position in new:
                 del binding.steps[position]
             raise

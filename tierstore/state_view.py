@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tierstore.binding import Binding, local_of
+from tierstore.binding import Binding, local_of, sharded_like
 from tierstore.errors import StateDictError
 from tierstore.layout import as_real, empty_like_stored
 from tierstore.results import Results
@@ -242,10 +242,11 @@ def check_state(parameter: Tensor, name: str, state: Mapping[str, Any], *, is_wh
 def _check_value(parameter: Tensor, what: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise StateDictError(f"{what} is a {type(value).__name__}, not a tensor")
-    wanted, found = local_of(parameter).shape, getattr(value, "_local_tensor", value)
-    found_shape = as_real(found.detach()).shape
-    if found_shape != wanted:
-        shown = tuple(getattr(parameter, "_local_tensor", parameter).shape)
+    wanted, found = parameter, value
+    if hasattr(parameter, "_spec") != hasattr(value, "_spec"):
+        wanted, found = getattr(parameter, "_local_tensor", parameter), getattr(value, "_local_tensor", value)
+    if as_real(found).shape != as_real(wanted).shape:
+        shown = tuple(wanted.shape)
         raise StateDictError(f"{what} has shape {tuple(found.shape)}, the parameter {shown}: this is another model's")
 
 
@@ -300,7 +301,7 @@ def _fields_to_write(
         if handed.is_unchanged(position, name, value):
             continue
         if isinstance(value, Tensor):
-            values[name] = value
+            values[name] = sharded_like(parameter, value)
         elif is_new:
             values[name] = parameter if name == "master" else torch.zeros(()).expand(local_of(parameter).shape)
     return values

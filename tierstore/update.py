@@ -6,7 +6,6 @@ updated through a contiguous copy, which is written back after its last span.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tierstore.binding import Binding, local_of
+from tierstore.binding import Binding, local_of, sharded_like
 from tierstore.kernels import Hyper, Piece, Scratch, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """A parameter that is updated in a step: its gradient, sharded as it is, and how often it occurs in its group."""
+
+    parameter: Tensor
+    gradient: Tensor
+    times: int
+
+    @classmethod
+    def of(cls, parameter: Tensor, times: int) -> Participant:
+        """Take the parameter's gradient; all ranks do it in one order. Raises RuntimeError if it cannot be used."""
+        assert parameter.grad is not None
+        gradient = sharded_like(parameter, _resolved(parameter.grad))
+        wanted, found = local_of(parameter).shape, local_of(gradient).shape
+        if wanted != found:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(found)} belongs to a sharded parameter, of which {tuple(wanted)} is here: "
+                f"make it a DTensor"
+            )
+        return cls(parameter, gradient, times)
 
 
 @dataclass
@@ -24,7 +45,7 @@ class StepWork:
     """One step's gradients and options, and how a chunk is updated with them."""
 
     binding: Binding
-    participants: dict[int, tuple[Tensor, int]]
+    participants: Mapping[int, Participant]
     hypers: list[Hyper]
     new: set[int]
     scratch: Scratch
@@ -76,11 +97,11 @@ class StepWork:
             self.binding.steps[span.parameter],
             span.parameter in self.new,
         )
-        return [piece] * self.participants[span.parameter][1]
+        return [piece] * self.participants[span.parameter].times
 
     def _flat_of(self, position: int) -> _Flat:
         if position not in self._flat:
-            self._flat[position] = _Flat.of(self.participants[position][0])
+            self._flat[position] = _Flat.of(self.participants[position])
         return self._flat[position]
 
     def _end_span(self, span: Span) -> None:
@@ -102,9 +123,8 @@ class _Flat:
     original: Tensor | None  # what the copy must be written to
 
     @classmethod
-    def of(cls, parameter: Tensor) -> _Flat:
-        assert parameter.grad is not None
-        local, gradient = local_of(parameter), local_of(_resolved(parameter.grad))
+    def of(cls, participant: Participant) -> _Flat:
+        local, gradient = local_of(participant.parameter), local_of(participant.gradient)
         flat = in_storage_order_of(local, local)
         return cls(flat, in_storage_order_of(local, gradient), flat.numel(), None if is_dense(local) else local)
 
@@ -119,10 +139,10 @@ def _resolved(gradient: Tensor) -> Tensor:
     return gradient.resolve_conj() if gradient.is_complex() else gradient
 
 
-def advance(binding: Binding, participants: Mapping[int, Tensor], times: Counter[Tensor], *, sign: int) -> None:
+def advance(binding: Binding, participants: Mapping[int, Participant], *, sign: int) -> None:
     """Count the step in every participant, once for each time it occurs in its group, as torch does."""
     steps = [binding.steps[position] for position in participants]
-    torch._foreach_add_(steps, [float(sign * times[parameter]) for parameter in participants.values()])
+    torch._foreach_add_(steps, [float(sign * participant.times) for participant in participants.values()])
 
 
 def hyper_of(group: Mapping[str, Any]) -> Hyper:

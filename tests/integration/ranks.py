@@ -6,7 +6,6 @@ raises anywhere, or takes too long, all ranks end, the error shows each rank's t
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import pickle
 import tempfile
@@ -40,7 +39,7 @@ class Ranks:
             connection.send_bytes(pickle.dumps((function, arguments)))
         results, failures = self._collect(limit_seconds)
         if failures:
-            self.end(kill=True)
+            self.end()
             told = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
             raise AssertionError(f"{function.__name__} failed\n" + "\n".join(told))
         return [results[rank] for rank in range(self.count)]
@@ -82,17 +81,12 @@ class Ranks:
             return False, f"the process ended with exit code {self._processes[rank].exitcode}"
         return was_done, value
 
-    def end(self, *, kill: bool = False) -> None:
-        """End all processes."""
+    def end(self) -> None:
+        """End all processes, whatever they are doing."""
         for process, connection in zip(self._processes, self._connections, strict=True):
-            connection.close()  # the rank sees the end of its orders, and leaves
-            if kill:
-                process.kill()
-        for process in self._processes:
-            process.join(30.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            connection.close()
+            process.kill()
+            process.join()
         self._processes, self._connections = [], []
         if self._folder is not None:
             self._folder.cleanup()
@@ -110,12 +104,10 @@ def _serve(rank: int, count: int, rendezvous: str, connection: Connection) -> No
         world_size=count,
         timeout=timedelta(seconds=LIMIT_SECONDS),
     )
-    with contextlib.suppress(EOFError):
-        while True:
-            function, arguments = pickle.loads(connection.recv_bytes())
-            try:
-                answer = (True, function(*arguments))
-            except BaseException:
-                answer = (False, traceback.format_exc())
-            connection.send_bytes(pickle.dumps(answer))
-    dist.destroy_process_group()
+    while True:
+        function, arguments = pickle.loads(connection.recv_bytes())
+        try:
+            answer = (True, function(*arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
