@@ -176,6 +176,7 @@ class Schedule:
         self.eagerness = self.chance.choice((0.0, 0.0, 0.1, 0.4))
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
+        self.history: list[str] = []  # whose piece was run, in order
         self.leaders: list[HonestTransfer] = []
         self._streams: list[HonestStream] = []
         self._running = 0
@@ -243,6 +244,7 @@ class Schedule:
         if self.chance.random() < 0.1:
             stream.rank = self.chance.random()
         self._running += 1
+        self.history.append(stream.purpose)
         stream.has_turn = True
         stream.called.notify()
         self._await(lambda: not stream.has_turn)
@@ -301,7 +303,7 @@ class HonestStream:
             event.wait()
 
     def record(self) -> HonestEvent:
-        return HonestEvent(self._schedule, self, self.queued)
+        return HonestEvent(self._schedule, self, self.queued, tells_errors=True)
 
     def add(self, run: Callable[[], object], *, after: HonestEvent | None = None) -> None:
         """Queue a piece of work."""
@@ -341,16 +343,19 @@ class HonestStream:
 class HonestEvent:
     """Comes when its stream has done all that was queued when it was recorded."""
 
-    def __init__(self, schedule: Schedule, stream: HonestStream, count: int) -> None:
+    def __init__(self, schedule: Schedule, stream: HonestStream, count: int, *, tells_errors: bool) -> None:
         self._schedule = schedule
         self._stream = stream
         self._count = count
+        self._tells_errors = tells_errors
 
     def query(self) -> bool:
         return self._stream.done >= self._count
 
     def wait(self) -> None:
         self._schedule.wait_for(self.query)
+        if self._tells_errors and self._stream.error is not None:
+            raise self._stream.error
 
 
 class HonestDevice:
@@ -383,7 +388,7 @@ class HonestDevice:
         self.schedule.tempt()
 
     def record(self) -> HonestEvent:
-        event = self._compute.record()
+        event = HonestEvent(self.schedule, self._compute, self._compute.queued, tells_errors=False)
         self.schedule.tempt()
         return event
 

@@ -43,9 +43,11 @@ class Trial:
         capacity: dict[str, int],
         compute: str,
         device: torch.device | None = None,
+        delay: Callable[[], None] = lambda: None,
     ) -> None:
         self.chance = random.Random(seed)
         self._on = device or torch.device("cpu")
+        self._delay = delay  # what makes an update take its time
         policy = TierPolicy.load(
             {
                 "chunk_size": RECORD_BYTES,
@@ -83,6 +85,7 @@ class Trial:
             self._verify()
         finally:
             self.store.close()
+            self.device.close()
 
     def _tier(self, tier: str, extents: int, folder: Path) -> dict[str, object]:
         settings: dict[str, object] = {"capacity": extents * RECORD_BYTES}
@@ -115,6 +118,7 @@ class Trial:
         state, gradient, parameter = record.view(torch.int64), self._gradient, self._parameters[chunk]
 
         def update() -> None:
+            self._delay()
             state.mul_(3).add_(gradient, alpha=chunk + 1)
             parameter.mul_(5).add_(state)
 

@@ -84,7 +84,7 @@ class PieceStore(ChunkStore):
             if all(self._ledger.bound_for(chunk) == compute for chunk in chunks):
                 self._execute(Plan(tuple(map(Update, chunks))), use)
             else:
-                room = self._traffic.room()
+                room = self._traffic.wait_for_room()
                 self._execute(plan_step(chunks, (), self._views(), room, self._line), use)
         finally:
             self._broken_off, self._failure = before

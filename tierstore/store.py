@@ -29,7 +29,7 @@ from tierstore.errors import (
 )
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.placement import Need, Room, place_homes
-from tierstore.plan import ChunkView, Move, Plan, plan_eviction, plan_fetch, plan_step
+from tierstore.plan import ChunkView, Move, Plan, plan_eviction, plan_fetch, plan_homes, plan_step
 from tierstore.residency import Fresh, Moving, Resident
 from tierstore.stats import IoStats, Stats, TierStats
 from tierstore.tiers import MemoryTier, Tier
@@ -85,10 +85,10 @@ class ChunkStore:
         """Enter fresh chunks and give them homes. Raises CapacityError, with nothing changed, if there is no room."""
         with self._entered():
             homes = self._homes_for({**self._infos, **infos}, self._rooms())
+            self._rehome(self._plan_homes(homes, self._traffic.room()), homes)
             self._infos.update(infos)
             for chunk in infos:
                 self._ledger.add(chunk, homes[chunk])
-            self._set_homes(homes)
 
     def remove_chunk(self, chunk: int) -> None:
         """Delete a chunk and its bytes. Raises LeaseError while somebody leases it."""
@@ -128,7 +128,7 @@ class ChunkStore:
             self._traffic.raise_errors()
             if self._failure is not None:
                 raise FailedStepError(self._failure)
-            plan = plan_step(order, upcoming, self._views(), self._traffic.room(), self._line)
+            plan = plan_step(order, upcoming, self._views(), self._traffic.wait_for_room(), self._line)
             update_seconds, wait_seconds = self._execute(plan, use)
             if is_step:
                 self._count(plan, update_seconds, wait_seconds)
@@ -157,7 +157,7 @@ class ChunkStore:
         with self._entered():
             self._traffic.raise_errors()
             if self._ledger.bound_for(chunk) != self._infos[chunk].compute:
-                self._issue_all(plan_step([chunk], (), self._views(), self._traffic.room(), self._line))
+                self._issue_all(plan_step([chunk], (), self._views(), self._traffic.wait_for_room(), self._line))
 
     def send_home(self, chunks: Sequence[int]) -> None:
         """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
@@ -166,7 +166,7 @@ class ChunkStore:
             for chunk in chunks:
                 if self._ledger.is_leased(chunk):
                     raise LeaseError(f"{self._describe(chunk)} is leased and cannot be evicted")
-            self._issue_all(plan_eviction(chunks, self._views(), self._traffic.room(), self._line))
+            self._issue_all(plan_eviction(chunks, self._views(), self._traffic.wait_for_room(), self._line))
 
     def read_record(self, chunk: int, into: Tensor) -> bool:
         """Copy a chunk's record into host memory (uint8, its record bytes, page-aligned); move nothing.
@@ -174,7 +174,7 @@ class ChunkStore:
         Returns False, and copies nothing, while the chunk is fresh. Works after a failed step too.
         """
         with self._entered():
-            self._traffic.wait_until_over(chunk)  # the extent it is leaving may be promised, and filled once it has left
+            self._traffic.wait_until_over(chunk)  # the extent it leaves may be promised, and filled once it has left
             place = self._ledger.where(chunk)
             if not isinstance(place, Resident):
                 return False
@@ -214,10 +214,15 @@ class ChunkStore:
         with self._entered():
             self.wait()
             tier = self.setup.tiers[name]
-            homes = self._homes_for(self._infos, self._rooms() | {name: Room(extents, name in self.setup.homes)})
+            growth = max(0, extents - tier.arena.capacity)
+            slower = self._line[self._line.index(name) + 1 :] if growth else ()
+            rooms = self._rooms() | {name: Room(extents, name in self.setup.homes)}
+            homes = self._homes_for(self._infos, rooms, anew=slower)
+            room = self._traffic.room()
+            plan = self._plan_homes(homes, room | {name: room[name] + growth})
             slab_extents = max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
-            tier.grow(max(0, extents - tier.arena.capacity), slab_extents=slab_extents)
-            self._set_homes(homes)
+            tier.grow(growth, slab_extents=slab_extents)
+            self._rehome(plan, homes)
             if extents < tier.arena.capacity:
                 self._shrink(tier, extents)
 
@@ -248,26 +253,37 @@ class ChunkStore:
         self._traffic.wait_for_all()
 
     def _make_room(self, tier: Tier) -> None:
-        """See to a free extent in a tier that has room for all its homes, by sending a guest home."""
-        if tier.arena.available:
-            return
+        """See to a free extent in a tier that has room for all its homes, by sending guests home."""
         guests = [c for c, place in self._ledger.places() if place.tier == tier.name != self._ledger.home(c)]
-        if not guests:
-            raise CapacityError(f"tier {tier.name} cannot be made smaller: all its chunks have their home there")
-        self.send_home(guests[:1])
-        self._traffic.wait_for(guests[0])
+        while not tier.arena.available:  # a guest may leave an extent that is condemned
+            if not guests:
+                raise CapacityError(f"tier {tier.name} cannot be made smaller: all its chunks have their home there")
+            self.send_home([guests.pop()])
+            self._traffic.wait_for_all()
 
     def _rooms(self) -> dict[str, Room]:
         return {name: Room(tier.arena.capacity, name in self.setup.homes) for name, tier in self.setup.tiers.items()}
 
-    def _homes_for(self, infos: Mapping[int, ChunkInfo], rooms: Mapping[str, Room]) -> dict[int, str]:
-        needs = [Need(info.compute, info.named) for info in infos.values()]
+    def _homes_for(
+        self, infos: Mapping[int, ChunkInfo], rooms: Mapping[str, Room], *, anew: Sequence[str] = ()
+    ) -> dict[int, str]:
+        """Choose homes; chunks keep those they have, as far as they can, except in the tiers `anew`."""
+        kept = {chunk: home for chunk in self._infos if (home := self._ledger.home(chunk)) not in anew}
+        needs = [Need(info.compute, info.named, kept.get(chunk)) for chunk, info in infos.items()]
         homes = place_homes(needs, rooms, order=self.setup.order, extent_bytes=self._extent_bytes)
         return dict(zip(infos, homes, strict=True))
 
-    def _set_homes(self, homes: Mapping[int, str]) -> None:
-        for chunk, home in homes.items():
-            self._ledger.set_home(chunk, home)
+    def _plan_homes(self, homes: Mapping[int, str], room: Mapping[str, int]) -> Plan:
+        """Plan what must move before these can be the homes. Raises CapacityError if that cannot be."""
+        return plan_homes({chunk: homes[chunk] for chunk in self._infos}, self._views(), room, self._line)
+
+    def _rehome(self, plan: Plan, homes: Mapping[int, str]) -> None:
+        """Change homes once the chunks that move up to theirs have landed; if one fails, all homes stay as they were."""
+        if plan.moves:
+            self._issue_all(plan)
+            self.wait()
+        for chunk in self._infos:
+            self._ledger.set_home(chunk, homes[chunk])
 
     # -- running a plan -----------------------------------------------------------------------------------------
 

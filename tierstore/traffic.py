@@ -98,6 +98,11 @@ class Traffic:
         self.drain()
         return {name: tier.arena.available + self._flights.leaving(name) for name, tier in self.tiers.items()}
 
+    def wait_for_room(self) -> dict[str, int]:
+        """As `room`, but first wait for kernels that are still at extents of deleted chunks."""
+        self.drain(wait=True)
+        return self.room()
+
     # -- ending -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.fakes import HonestDevice, HonestTransfer, honest_parts
+from tests.fakes import HonestDevice, HonestTransfer, PoisoningDevice, Schedule, honest_parts
 from tests.trial import Trial, WrongBytesError
 from tierstore.device import Event
-from tierstore.store import ChunkStore
-from tierstore.tiers import Tier
+from tierstore.stats import IoStats
+from tierstore.store import ChunkInfo, ChunkStore, Setup
+from tierstore.tiers import MemoryTier, Tier
 from tierstore.traffic import Traffic
 from tierstore.transfer import Ticket, TransferEngine, _Lane
 
@@ -43,6 +44,31 @@ def test_store_computes_what_a_dict_computes_on_an_honest_device(tmp_path: Path,
 @pytest.mark.parametrize("seed", range(12))
 def test_store_computes_what_a_dict_computes_where_the_host_computes_late(tmp_path: Path, seed: int) -> None:
     run_trial(tmp_path, seed, "cpu")
+
+
+def test_extents_of_deleted_chunks_are_waited_for_when_chunks_need_them() -> None:
+    """Chunks were deleted while kernels were at them, and others made at once: there seemed to be no room."""
+    schedule = Schedule(0)
+    schedule.eagerness = 0.0
+    gpu = HonestDevice(schedule=schedule)
+    tiers = {"gpu": MemoryTier("gpu", gpu, 4096), "cpu": MemoryTier("cpu", PoisoningDevice(), 4096)}
+    for tier in tiers.values():
+        tier.grow(4, slab_extents=2)
+    slabs = dict.fromkeys(tiers, 2)
+    transfer = HonestTransfer(None, gpu, schedule=schedule)
+    store = ChunkStore(
+        Setup(tiers, frozenset({"cpu"}), "fixed", slabs, transfer, IoStats("none", direct=False, paths=()))
+    )
+    for first in (0, 4):
+        chunks = range(first, first + 4)
+        store.add_chunks({chunk: ChunkInfo(4096, "gpu") for chunk in chunks})
+        store.run(chunks, (), lambda chunk, record, is_fresh: gpu.launch(lambda: record.add_(1) and None))
+        assert tiers["gpu"].arena.owned == 4
+        for chunk in chunks:
+            store.remove_chunk(chunk)
+        assert tiers["gpu"].arena.draining == 4
+        store.check()
+    store.close()
 
 
 # --- without one wait
