@@ -58,6 +58,7 @@ class TieredStore(PieceStore):
         growing = {tier: ask for tier, ask in asked.items() if ask.extents is None}
         rooms = {tier: Room(ask.extents or 0, ask.homes) for tier, ask in asked.items()}
         setup = plant.build(rooms, extent_bytes, growing=growing)
+        plant.tell_what_is_missing()
         self._open(setup, "chunk {}".format, plant, growing)
 
     @classmethod
