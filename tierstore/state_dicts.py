@@ -6,7 +6,7 @@ changes, and wraps each parameter's state so that torch does not cast it to the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierstore.errors import StateDictError
@@ -31,21 +31,18 @@ def materialise_entries(optimizer: Any, state_dict: dict[str, Any]) -> dict[str,
     """Turn the views in a state dict into plain dicts of tensors, reading each chunk once."""
     if optimizer.has_state():
         binding, handed = optimizer.bound()
-        by_position = materialise(binding, handed)
-        index = _first_indices(optimizer)
-        state_dict["state"] = {index[position]: state for position, state in by_position.items()}
+        states = materialise(binding, handed)
+        ids = _ids(optimizer.param_groups, state_dict["param_groups"])
+        state_dict["state"] = {
+            ids[id(binding.members[position].parameter)]: state for position, state in states.items()
+        }
     return state_dict
 
 
-def _first_indices(optimizer: Any) -> list[int]:
-    """The id that torch gives each distinct parameter in a state dict."""
-    indices: dict[int, int] = {}
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            indices.setdefault(id(parameter), number)
-            number += 1
-    return list(indices.values())
+def _ids(groups: Sequence[Mapping[str, Any]], packed: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The number that torch has given each parameter in `packed`; of one that occurs twice, not always the first."""
+    pairs = zip(groups, packed, strict=True)
+    return {id(p): key for group, numbers in pairs for p, key in zip(group["params"], numbers["params"], strict=True)}
 
 
 def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
