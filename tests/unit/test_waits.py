@@ -57,7 +57,7 @@ def test_extents_of_deleted_chunks_are_waited_for_when_chunks_need_them() -> Non
     slabs = dict.fromkeys(tiers, 2)
     transfer = HonestTransfer(None, gpu, schedule=schedule)
     store = ChunkStore(
-        Setup(tiers, frozenset({"cpu"}), "fixed", slabs, transfer, IoStats("none", direct=False, paths=()))
+        Setup(tiers, frozenset(tiers), "fixed", slabs, transfer, IoStats("none", direct=False, paths=()))
     )
     for first in (0, 4):
         chunks = range(first, first + 4)
