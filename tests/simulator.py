@@ -6,8 +6,11 @@ it among those whose predecessors have ended. Extents are poisoned when freed an
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from tierstore.arena import Extent
 from tierstore.device import Event, HostDevice
-from tierstore.errors import TierstoreError, TransferCancelledError, TransferError
+from tierstore.errors import CapacityError, TierstoreError, TransferCancelledError, TransferError
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup
 from tierstore.tiers import MemoryTier, Tier
@@ -91,49 +94,260 @@ class RandomTransfer(TransferEngine):
 
 @dataclass
 class Simulation:
-    """A store of `capacity` extents per tier, and what every chunk should hold."""
+    """A store of `capacity` extents per tier, and what every chunk should hold.
+
+    Every operation ends with `store.check()`.
+    """
 
     capacity: Mapping[str, int]
     order: str
     seed: int
     homes: frozenset[str] = frozenset({"gpu", "cpu", "nvme"})
     fails: Callable[[Ticket], bool] = lambda _: False
-    expected: dict[int, int] = field(default_factory=dict)
+    expected: dict[int, int] = field(default_factory=dict)  # times that each chunk was used
 
     def __post_init__(self) -> None:
         self.transfer = RandomTransfer(random.Random(self.seed), self.fails)
+        self.computes: dict[int, str] = {}
+        self.leased: Counter[int] = Counter()
+        self._next_number = 0
         tiers = {name: MemoryTier(name, PoisoningDevice(), RECORD_BYTES) for name in self.capacity}
-        for name, extents in self.capacity.items():
-            tiers[name].grow(extents, slab_extents=max(1, extents // 4))
         slabs = {name: max(1, extents // 4) for name, extents in self.capacity.items()}
-        self.store = ChunkStore(
-            Setup(tiers, self.homes & set(tiers), self.order, slabs, self.transfer, IoStats("none", direct=False, paths=()))
-        )
+        for name, extents in self.capacity.items():
+            tiers[name].grow(extents, slab_extents=slabs[name])
+        io = IoStats("none", direct=False, paths=())
+        self.store = ChunkStore(Setup(tiers, self.homes & set(tiers), self.order, slabs, self.transfer, io))
 
     def add(self, computes: Sequence[str], named: Sequence[str | None] | None = None) -> None:
+        """Enter chunks; on an error nothing has changed."""
         names = named or [None] * len(computes)
-        first = len(self.expected)
+        first = self._next_number
         infos = {first + n: ChunkInfo(RECORD_BYTES, c, t) for n, (c, t) in enumerate(zip(computes, names, strict=True))}
-        self.store.add_chunks(infos)
+        try:
+            self.store.add_chunks(infos)
+        finally:
+            self.store.check()
+        self._next_number += len(infos)
         self.expected.update(dict.fromkeys(infos, 0))
+        self.computes.update(zip(infos, computes, strict=True))
+
+    def remove(self, chunk: int) -> None:
+        """Delete a chunk."""
+        self.store.remove_chunk(chunk)
+        del self.expected[chunk], self.computes[chunk]
+        self.store.check()
 
     def step(self, order: Sequence[int], upcoming: Sequence[int]) -> None:
         """Use each chunk once, checking that it holds what it should, and everything's invariants after each."""
-        self.store.run(order, upcoming, self._use)
-        self.store.check()
+        try:
+            self.store.run(order, upcoming, self._use)
+        finally:
+            self.store.check()
+
+    @contextlib.contextmanager
+    def lease(self, chunk: int) -> Iterator[None]:
+        """Use a chunk and hold it meanwhile."""
+        with self.store.lease_chunk(chunk) as record:
+            self._use(chunk, record, self.expected[chunk] == 0)
+            self.leased[chunk] += 1
+            try:
+                yield
+            finally:
+                self.leased[chunk] -= 1
+
+    def settle(self) -> int:
+        """Wait until nothing is under way; return how many times a failed move was heard of."""
+        for failures in itertools.count():
+            try:
+                self.store.wait()
+                return failures
+            except TransferError:
+                self.store.check()
+        raise AssertionError
 
     def _use(self, chunk: int, record: Tensor, is_fresh: bool) -> None:
         assert is_fresh == (self.expected[chunk] == 0)
+        assert self.store.tier_of(chunk) == self.computes[chunk]
         counter = record.view(torch.int64)
-        assert torch.all(counter == self.expected[chunk] * 1000 + chunk if not is_fresh else counter == 0)
+        assert torch.all(counter == (0 if is_fresh else self._content(chunk)))
         self.expected[chunk] += 1
-        counter.fill_(self.expected[chunk] * 1000 + chunk)
+        counter.fill_(self._content(chunk))
         self.store.check()
 
     def verify(self) -> None:
-        """Check every chunk's bytes where they lie."""
+        """Check every chunk's bytes where they lie, and that no chunk is faster than where it is used."""
         into = torch.empty(RECORD_BYTES, dtype=torch.uint8)
+        line = list(self.capacity)
         for chunk, times in self.expected.items():
+            assert line.index(self.store.home_of(chunk)) >= line.index(self.computes[chunk])
             assert self.store.read_record(chunk, into) == (times > 0)
             if times:
-                assert torch.all(into.view(torch.int64) == times * 1000 + chunk)
+                assert torch.all(into.view(torch.int64) == self._content(chunk))
+
+    def _content(self, chunk: int) -> int:
+        return self.expected[chunk] * 1_000_000 + chunk
+
+
+class RandomLife:
+    """A random store that goes through random operations; `capacity_errors` counts those refused with nothing changed.
+
+    Tiers, capacities from the least that placement accepts, homes by rule and by placement, chunks used on either side,
+    orders, chunks that skip steps, chunks added and removed, tiers resized, leases held, moves that fail.
+    """
+
+    def __init__(self, seed: int, failure_rate: float = 0.0) -> None:
+        self.chance = random.Random(seed)
+        self.is_alternating = self.chance.random() < 0.5
+        fault = random.Random(seed + 1)
+        self.capacity, homes = self._draw_tiers()
+        self.simulation = Simulation(
+            self.capacity,
+            "alternating" if self.is_alternating else "fixed",
+            seed,
+            homes=frozenset(homes),
+            fails=lambda _: fault.random() < failure_rate,
+        )
+        self.homes = homes
+        self.share_on_gpu = self.chance.choice([0.0, 0.5, 0.9, 1.0]) if "gpu" in self.capacity else 0.0
+        self.share_named = self.chance.choice([0.0, 0.0, 0.2, 0.6])
+        self.share_used = self.chance.choice([0.5, 0.9, 1.0])
+        self.steps = self.capacity_errors = self.failures = 0
+
+    def _draw_tiers(self) -> tuple[dict[str, int], list[str]]:
+        line, staging = self.chance.choice(
+            [
+                (["cpu"], ""),
+                (["cpu", "nvme"], ""),
+                (["cpu", "nvme"], ""),
+                (["gpu", "cpu"], ""),
+                (["gpu", "cpu", "nvme"], ""),
+                (["gpu", "cpu", "nvme"], ""),
+                (["gpu", "cpu", "nvme"], ""),
+                (["gpu", "cpu", "nvme"], "cpu"),
+                (["cpu", "nvme"], "cpu"),
+            ]
+        )
+        largest = {tier: self.chance.choice([4, 8, 16]) for tier in line[:-1]} | {line[-1]: self.chance.choice([8, 32])}
+        return {tier: self.chance.randint(1, most) for tier, most in largest.items()}, [t for t in line if t != staging]
+
+    def live(self, operations: int) -> None:
+        """Do so many random things, checking everything after each."""
+        self._grow()
+        for _ in range(operations):
+            act = self.chance.choice(
+                [
+                    *[self._step] * 6,
+                    *(self._grow, self._fill, self._shed),
+                    *(self._resize, self._squeeze),
+                    *(self._hold, self._hint),
+                ]
+            )
+            try:
+                act()
+            except TransferError:
+                self.failures += 1
+                self.simulation.store.forgive()
+            self.simulation.store.check()
+            self.simulation.verify()
+        self.failures += self.simulation.settle()
+        assert self.simulation.store.stats().tiers.keys() == self.capacity.keys()
+        self.simulation.verify()
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        order = list(self.simulation.expected)
+        if self.chance.random() < 0.2:
+            self.chance.shuffle(order)
+        if self.is_alternating and self.steps % 2:
+            order.reverse()
+        self.steps += 1
+        participating = [chunk for chunk in order if self.chance.random() < self.share_used]
+        self.simulation.step(participating, order[::-1] if self.is_alternating else order)
+
+    def _grow(self) -> None:
+        self._add(self.chance.randint(1, 12))
+
+    def _fill(self) -> None:
+        """Add one chunk after another until there is no more room, or there are many."""
+        refused = self.capacity_errors
+        while self.capacity_errors == refused and len(self.simulation.expected) < 40:
+            self._add(1)
+
+    def _add(self, count: int) -> None:
+        computes = ["gpu" if self.chance.random() < self.share_on_gpu else "cpu" for _ in range(count)]
+        named = [self._draw_name(compute) if self.chance.random() < self.share_named else None for compute in computes]
+        with self._all_or_nothing():
+            self.simulation.add(computes, named)
+
+    def _draw_name(self, compute: str) -> str | None:
+        line = list(self.capacity)
+        slower = [tier for tier in self.homes if line.index(tier) >= line.index(compute)]
+        return self.chance.choice(slower) if slower else None
+
+    def _shed(self) -> None:
+        for chunk in list(self.simulation.expected):
+            if self.chance.random() < 0.2:
+                self.simulation.remove(chunk)
+
+    def _resize(self) -> None:
+        tier = self.chance.choice(list(self.capacity))
+        with self._all_or_nothing():
+            self.simulation.store.resize_tier(tier, self.chance.randint(0, 2 * self.capacity[tier]))
+
+    def _squeeze(self) -> None:
+        """Make a tier smaller until it cannot be."""
+        tier = self.chance.choice(list(self.capacity))
+        refused = self.capacity_errors
+        while self.capacity_errors == refused and (capacity := self._arrangement()[1][tier]) > 0:
+            with self._all_or_nothing():
+                self.simulation.store.resize_tier(tier, capacity - 1)
+            if self._arrangement()[1][tier] == capacity:  # it goes by whole slabs
+                return
+
+    def _hint(self) -> None:
+        some = [chunk for chunk in self.simulation.expected if self.chance.random() < 0.3]
+        if self.chance.random() < 0.5:
+            self.simulation.store.fetch(some)
+        else:
+            self.simulation.store.send_home(some)
+
+    def _hold(self) -> None:
+        """Hold a chunk or two during a step; when leases leave too little room, it is refused before anything moved."""
+        chunks = list(self.simulation.expected)
+        before = None
+        with contextlib.ExitStack() as held:
+            try:
+                for chunk in self.chance.sample(chunks, min(len(chunks), self.chance.randint(1, 2))):
+                    held.enter_context(self.simulation.lease(chunk))
+                before = dict(self.simulation.expected)
+                self._step()
+            except CapacityError:
+                assert self._least_spare() < 2
+                assert before in (None, self.simulation.expected)
+                self.capacity_errors += 1
+
+    def _least_spare(self) -> int:
+        """Extents of the tightest tier that are neither homes nor held by a lease away from home."""
+        store = self.simulation.store
+        taken = Counter(store.home_of(chunk) for chunk in self.simulation.expected)
+        for chunk in self.simulation.expected:
+            if self.simulation.leased[chunk] and store.home_of(chunk) != self.simulation.computes[chunk]:
+                taken[self.simulation.computes[chunk]] += 1
+        return min(store.setup.tiers[tier].arena.capacity - taken[tier] for tier in self.capacity)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        before = self._arrangement()
+        try:
+            yield
+        except CapacityError:
+            assert self._arrangement() == before
+            self.capacity_errors += 1
+
+    def _arrangement(self) -> tuple[dict[int, str], dict[str, int]]:
+        store = self.simulation.store
+        return (
+            {chunk: store.home_of(chunk) for chunk in self.simulation.expected},
+            {tier: store.setup.tiers[tier].arena.capacity for tier in self.capacity},
+        )

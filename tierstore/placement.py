@@ -3,14 +3,15 @@
 A home is room reserved between steps; the extents of a tier that are nobody's home are the pool through which the
 other chunks pass, and which keeps as many of them as it can. Naming a tier (a group's `tier` key, a placement rule)
 always wins. Without a name, device chunks have their home on the device as far as it has room, the others on nvme as
-far as it has room when the order alternates (the cpu tier is then one pool), or in cpu, spread, when it is fixed.
+far as it has room when the order alternates (the cpu tier is then one pool), or in cpu, spread, when it is fixed. A
+home is never faster than the tier its chunk is used in. A chunk that has one keeps it unless room must be made.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.errors import CapacityError
 
@@ -18,15 +19,21 @@ ENOUGH_EXTENTS = 3
 """Extents, over and above homes, with which any step can be made in a tier that chunks pass through."""
 PIPELINE_EXTENTS = 8
 """Extents beyond which a deeper pipeline was measured to gain nothing."""
+LINE = ("gpu", "cpu", "nvme")
+"""All tiers, fastest first."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One chunk looking for a home: the tier it is used in, and the tier it was told to live in, if any."""
+    """One chunk looking for a home: the tier it is used in, the one it was told to live in, the home it has (if any).
+
+    The caller guarantees that neither is faster than the tier it is used in.
+    """
 
     compute: str
     named: str | None = None
+    home: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +68,17 @@ def size_tiers(needs: Sequence[Need], asked: Mapping[str, Asked], *, order: str)
 
 def place_homes(needs: Sequence[Need], rooms: Mapping[str, Room], *, order: str, extent_bytes: int) -> list[str]:
     """Choose the home of each chunk, in order. Raises CapacityError with the numbers when there is no room."""
-    homes = _choose_homes(needs, rooms, order)
-    _check_room(needs, homes, rooms, extent_bytes)
-    return homes
+    kept = [need.home for need in needs]
+    while True:
+        wishes = [replace(need, named=need.named or home) for need, home in zip(needs, kept, strict=True)]
+        homes = _choose_homes(wishes, rooms, order)
+        short = _shortages(wishes, homes, rooms)
+        if not short:
+            return homes
+        if not any(kept):
+            raise CapacityError(_complaint(homes, rooms, short, extent_bytes))
+        is_any_in_short = not short.keys().isdisjoint(kept)
+        kept = [home if is_any_in_short and home not in short else None for home in kept]
 
 
 def spread(count: int, total: int) -> list[bool]:
@@ -74,14 +89,14 @@ def spread(count: int, total: int) -> list[bool]:
 def pipeline_needs(needs: Sequence[Need], homes: Sequence[str]) -> dict[str, int]:
     """Extents each tier must have besides its homes, for the chunks that pass through it."""
     passing: Counter[str] = Counter()
-    line = ("gpu", "cpu", "nvme")
     for need, home in zip(needs, homes, strict=True):
-        compute, end = line.index(need.compute), line.index(home)
-        passing.update(line[rank] for rank in range(min(compute, end), max(compute, end) + 1) if rank != end)
+        passing.update(LINE[LINE.index(need.compute) : LINE.index(home)])
     return {tier: min(ENOUGH_EXTENTS, count) for tier, count in passing.items()}
 
 
-def auto_chunk_bytes(state_bytes: int, compute_bytes: int | None, *, largest: int = 64 * MIB, smallest: int = 1 << 14) -> int:
+def auto_chunk_bytes(
+    state_bytes: int, compute_bytes: int | None, *, largest: int = 64 * MIB, smallest: int = 1 << 14
+) -> int:
     """Bytes of a chunk: at most `largest`, at least 16 extents in the tier that computes; a whole number of pages."""
     available = state_bytes if compute_bytes is None else min(state_bytes, compute_bytes)
     chunk_bytes = max(smallest, min(largest, available // 16))
@@ -123,9 +138,9 @@ def _choose_homes(needs: Sequence[Need], rooms: Mapping[str, Room], order: str) 
     homes = _place_on_device(needs, rooms)
     rest = [number for number, home in enumerate(homes) if home is None]
     in_cpu = _cpu_homes(needs, homes, rooms, order)
-    last = next((tier for tier in ("nvme", "cpu", "gpu") if tier in rooms and rooms[tier].homes), "cpu")
+    last = next((tier for tier in reversed(LINE) if tier in rooms and rooms[tier].homes), "cpu")
     for number, is_cpu in zip(rest, spread(in_cpu, len(rest)), strict=True):
-        homes[number] = "cpu" if is_cpu else last
+        homes[number] = "cpu" if is_cpu else max(last, needs[number].compute, key=LINE.index)
     return [home for home in homes if home is not None]
 
 
@@ -166,19 +181,29 @@ def _cpu_homes(needs: Sequence[Need], homes: Sequence[str | None], rooms: Mappin
     return max(rest - nvme_room, min(rest, max(0, cpu_room)))
 
 
-def _check_room(needs: Sequence[Need], homes: Sequence[str], rooms: Mapping[str, Room], extent_bytes: int) -> None:
-    wanted = Counter(homes)
-    passing = pipeline_needs(needs, homes)
-    for tier, room in rooms.items():
-        extents = wanted[tier] + passing.get(tier, 0)
-        if extents > room.extents:
-            raise CapacityError(
-                f"{tier} holds {room.extents} extents of {extent_bytes:,} bytes, but {wanted[tier]} chunks need a home "
-                f"there and {passing.get(tier, 0)} more extents are needed to pass others through: raise "
-                f"tiers.{tier}.capacity to at least {extents * extent_bytes:,} bytes"
-                + _way_out(tier, homes)
-            )
+def _shortages(needs: Sequence[Need], homes: Sequence[str], rooms: Mapping[str, Room]) -> dict[str, tuple[int, int]]:
+    """Tiers with too little room: the homes they should have, and the extents to pass other chunks through."""
+    wanted, passing = Counter(homes), pipeline_needs(needs, homes)
+    short = {}
+    for tier in LINE:
+        room = rooms.get(tier, Room(0, homes=False))
+        asked = wanted[tier], passing.get(tier, 0)
+        if sum(asked) > room.extents or (wanted[tier] and not room.homes):
+            short[tier] = asked
+    return short
 
 
-def _way_out(tier: str, homes: Sequence[str]) -> str:
-    return " (or add the nvme tier)" if "nvme" not in homes and tier != "nvme" else ", or lower chunk_size"
+def _complaint(
+    homes: Sequence[str], rooms: Mapping[str, Room], short: Mapping[str, tuple[int, int]], extent_bytes: int
+) -> str:
+    stories, remedies = [], []
+    for tier, (wanted, passing) in short.items():
+        room = rooms.get(tier, Room(0, homes=False))
+        staging = "" if room.homes else " and is for staging only"
+        stories.append(
+            f"{tier} holds {room.extents} extents of {extent_bytes:,} bytes{staging}, but {wanted} chunks need a home "
+            f"there and {passing} more extents are needed to pass others through"
+        )
+        remedies.append(f"tiers.{tier}.capacity to at least {(wanted + passing) * extent_bytes:,} bytes")
+    way_out = "or lower chunk_size" if "nvme" in homes or "nvme" in rooms else "or add the nvme tier"
+    return f"{'; '.join(stories)}: raise {' and '.join(remedies)}, {way_out}"

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tierstore.errors import (
-    CapacityError,
     FailedStepError,
     ForkedStoreError,
     LeaseError,
@@ -31,7 +30,7 @@ from tierstore.growth import SLABS_PER_TIER
 from tierstore.placement import Need, Room, place_homes
 from tierstore.plan import ChunkView, Move, Plan, plan_eviction, plan_fetch, plan_homes, plan_step
 from tierstore.residency import Fresh, Moving, Resident
-from tierstore.stats import IoStats, Stats, TierStats
+from tierstore.stats import IoStats, Stats
 from tierstore.tiers import MemoryTier, Tier
 from tierstore.traffic import Traffic
 from tierstore.transfer import TransferEngine
@@ -85,7 +84,7 @@ class ChunkStore:
         """Enter fresh chunks and give them homes. Raises CapacityError, with nothing changed, if there is no room."""
         with self._entered():
             homes = self._homes_for({**self._infos, **infos}, self._rooms())
-            self._rehome(self._plan_homes(homes, self._traffic.room()), homes)
+            self._rehome(homes)
             self._infos.update(infos)
             for chunk in infos:
                 self._ledger.add(chunk, homes[chunk])
@@ -111,9 +110,8 @@ class ChunkStore:
         """The tier of the chunk's only valid copy; None while it is fresh."""
         with self._entered():
             place = self._ledger.where(chunk)
-            if isinstance(place, Fresh):
-                return None
-            return place.source.tier if isinstance(place, Moving) else place.tier
+            source = place.source if isinstance(place, Moving) else place
+            return source.tier if isinstance(source, Resident) else None
 
     # -- using chunks -------------------------------------------------------------------------------------------
 
@@ -214,22 +212,22 @@ class ChunkStore:
         with self._entered():
             self.wait()
             tier = self.setup.tiers[name]
-            growth = max(0, extents - tier.arena.capacity)
-            slower = self._line[self._line.index(name) + 1 :] if growth else ()
+            before, slab = tier.arena.capacity, max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
+            slower = self._line[self._line.index(name) + 1 :] if extents > before else ()
             rooms = self._rooms() | {name: Room(extents, name in self.setup.homes)}
             homes = self._homes_for(self._infos, rooms, anew=slower)
-            room = self._traffic.room()
-            plan = self._plan_homes(homes, room | {name: room[name] + growth})
-            slab_extents = max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
-            tier.grow(growth, slab_extents=slab_extents)
-            self._rehome(plan, homes)
-            if extents < tier.arena.capacity:
-                self._shrink(tier, extents)
+            tier.grow(max(0, extents - before), slab_extents=slab)
+            try:
+                self._rehome(homes)
+            except BaseException:
+                self._shrink(tier, before)
+                raise
+            self._shrink(tier, extents)
 
     def _shrink(self, tier: Tier, extents: int) -> None:
         """Empty and give back slabs from the last on, as long as `extents` are left."""
         try:
-            while tier.arena.capacity - tier.arena.slabs[-1] >= extents:
+            while tier.arena.slabs and sum(tier.arena.slabs[:-1]) >= extents:
                 for extent in tier.arena.condemn_last():
                     self._vacate(tier, Resident(tier.name, extent))
                 tier.shrink()
@@ -255,9 +253,7 @@ class ChunkStore:
     def _make_room(self, tier: Tier) -> None:
         """See to a free extent in a tier that has room for all its homes, by sending guests home."""
         guests = [c for c, place in self._ledger.places() if place.tier == tier.name != self._ledger.home(c)]
-        while not tier.arena.available:  # a guest may leave an extent that is condemned
-            if not guests:
-                raise CapacityError(f"tier {tier.name} cannot be made smaller: all its chunks have their home there")
+        while not tier.arena.available:  # the extent that a guest leaves may be condemned too
             self.send_home([guests.pop()])
             self._traffic.wait_for_all()
 
@@ -273,17 +269,16 @@ class ChunkStore:
         homes = place_homes(needs, rooms, order=self.setup.order, extent_bytes=self._extent_bytes)
         return dict(zip(infos, homes, strict=True))
 
-    def _plan_homes(self, homes: Mapping[int, str], room: Mapping[str, int]) -> Plan:
-        """Plan what must move before these can be the homes. Raises CapacityError if that cannot be."""
-        return plan_homes({chunk: homes[chunk] for chunk in self._infos}, self._views(), room, self._line)
-
-    def _rehome(self, plan: Plan, homes: Mapping[int, str]) -> None:
-        """Change homes once the chunks that move up to theirs have landed; if one fails, all homes stay as they were."""
-        if plan.moves:
-            self._issue_all(plan)
-            self.wait()
-        for chunk in self._infos:
-            self._ledger.set_home(chunk, homes[chunk])
+    def _rehome(self, homes: Mapping[int, str]) -> None:
+        """Change homes once the chunks that move up to theirs have landed. On an error all stay as they were."""
+        changed = {chunk: homes[chunk] for chunk in self._infos if homes[chunk] != self._ledger.home(chunk)}
+        if not changed:
+            return
+        free = {chunk: home for chunk, home in changed.items() if not self._ledger.is_leased(chunk)}
+        self._issue_all(plan_homes(free, self._views(), self._traffic.wait_for_room(), self._line))
+        self.wait()
+        for chunk, home in changed.items():
+            self._ledger.set_home(chunk, home)
 
     # -- running a plan -----------------------------------------------------------------------------------------
 
@@ -329,11 +324,9 @@ class ChunkStore:
         return waited
 
     def _count(self, plan: Plan, update_seconds: float, wait_seconds: float) -> None:
-        nbytes: Counter[str] = Counter()
-        for move in plan.moves:
-            nbytes["read"] += self._infos[move.chunk].record_bytes if move.source == "nvme" else 0
-            nbytes["written"] += self._infos[move.chunk].record_bytes if move.destination == "nvme" else 0
-        self._traffic.recorder.record_step(update_seconds, wait_seconds, nbytes["read"], nbytes["written"])
+        read = sum(self._infos[move.chunk].record_bytes for move in plan.moves if move.source == "nvme")
+        written = sum(self._infos[move.chunk].record_bytes for move in plan.moves if move.destination == "nvme")
+        self._traffic.recorder.record_step(update_seconds, wait_seconds, read, written)
 
     def _break_off(self, used: Sequence[int], error: BaseException) -> None:
         """Give back places kept for chunks that were not made; refuse further runs if any chunk was used."""
@@ -371,7 +364,7 @@ class ChunkStore:
         """Read counters, fill and routes as one frozen value."""
         with self._entered():
             chunks = Counter(self._ledger.bound_for(chunk) for chunk in self._ledger)
-            tiers = {name: _tier_stats(tier, chunks[name]) for name, tier in self.setup.tiers.items()}
+            tiers = {name: tier.stats(chunks[name]) for name, tier in self.setup.tiers.items()}
             return self._traffic.recorder.snapshot(tiers, self.setup.io)
 
     def check(self) -> None:
@@ -415,16 +408,6 @@ class ChunkStore:
 
 def _zero(record: Tensor) -> None:
     record.zero_()
-
-
-def _tier_stats(tier: Tier, chunks: int) -> TierStats:
-    arena = tier.arena
-    return TierStats(
-        capacity_bytes=arena.capacity * arena.extent_bytes,
-        used_bytes=arena.owned * arena.extent_bytes,
-        peak_bytes=arena.peak_owned * arena.extent_bytes,
-        chunks=chunks,
-    )
 
 
 def _shut(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 
 from tierstore.arena import Arena, Extent
+from tierstore.stats import TierStats
 
 
 class Tier(abc.ABC):
@@ -42,6 +43,16 @@ class Tier(abc.ABC):
     def release(self, extent: Extent) -> None:
         """Give an extent back to the arena: nobody will touch it before it is taken again."""
         self.arena.release(extent)
+
+    def stats(self, chunks: int) -> TierStats:
+        """Say how full the tier is, in bytes; the caller knows how many chunks are here or bound for here."""
+        arena = self.arena
+        return TierStats(
+            capacity_bytes=arena.capacity * arena.extent_bytes,
+            used_bytes=arena.owned * arena.extent_bytes,
+            peak_bytes=arena.peak_owned * arena.extent_bytes,
+            chunks=chunks,
+        )
 
     @abc.abstractmethod
     def _reserve(self, nbytes: int) -> None:
