@@ -139,6 +139,11 @@ class StateView(MutableMapping[Tensor, Any]):
         self._owner.position_of(parameter)
         return ParameterState.of(self._owner, parameter)
 
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        """As a dict's: unlike `state[parameter]`, nothing is made for a parameter that never stepped."""
+        is_there = parameter in self
+        return self[parameter] if is_there else default
+
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         write_state(self._owner, {self._owner.position_of(parameter): state}, is_whole=True)
 
