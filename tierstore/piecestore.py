@@ -111,7 +111,8 @@ class PieceStore(ChunkStore):
         slabs = {
             name: max(self.setup.slab_extents[name], arena.capacity // SLABS_PER_TIER) for name, arena in arenas.items()
         }
-        needs = [Need(info.compute, info.named) for info in (*self._infos.values(), *new.values())]
+        needs = [Need(info.compute, info.named, self._ledger.home(chunk)) for chunk, info in self._infos.items()]
+        needs += [Need(info.compute, info.named) for info in new.values()]
         rooms = grow_to_fit(
             needs, self._rooms(), self._growing, slabs, order=self.setup.order, extent_bytes=self._extent_bytes
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, overload
 
@@ -176,8 +176,9 @@ class TieredStore(PieceStore):
         """
         with self._entered():
             if name is not None:
-                return self._tiers_of(name)
-            return {name: self._tiers_of(name) for name in (*self._registered, *self._values)}
+                return self._tiers_of(name, self.tier_of)
+            tiers = {chunk: place.tier for place, chunk in self._ledger.valid_places().items()}
+            return {name: self._tiers_of(name, tiers.get) for name in (*self._registered, *self._values)}
 
     def register(self, name: str, chunks_bytes: Sequence[tuple[int, int]]) -> None:
         """Let `where` answer for a parameter: the chunks its state is in, and how many bytes of each."""
@@ -332,22 +333,22 @@ class TieredStore(PieceStore):
         values = [self._find(name) for name in _listed(names)]
         return list(dict.fromkeys(piece.chunk for value in values for piece in value.pieces))
 
-    def _tiers_of(self, name: str) -> dict[str, int]:
+    def _tiers_of(self, name: str, tier_of: Callable[[int], str | None]) -> dict[str, int]:
         if name not in self._values and name not in self._registered:
             raise KeyError(self._unknown(name, [*self._values, *self._registered]))
         value = self._values.get(name)
         shares = [(piece.chunk, piece.length) for piece in value.pieces] if value else self._registered[name]
         tiers: Counter[str] = Counter()
         for chunk, nbytes in shares:
-            tier = self.tier_of(chunk) if chunk in self._ledger else None
+            tier = tier_of(chunk) if chunk in self._ledger else None
             if tier is not None:
                 tiers[tier] += nbytes
         return {tier: tiers[tier] for tier in self._line if tier in tiers}
 
-    def _unknown(self, name: object, names: Iterable[str]) -> str:
-        nearest = difflib.get_close_matches(str(name)[:LONGEST_SHOWN], names, n=3, cutoff=0.0)
-        hint = f"; the nearest are {', '.join(map(_short, nearest))}" if nearest else "; it is empty"
-        return f"there is no tensor {_short(name)} in this store{hint}"
+    def _unknown(self, name: object, names: Collection[str]) -> str:
+        nearest = difflib.get_close_matches(str(name)[:LONGEST_SHOWN], names, n=3)
+        near = f"the nearest are {', '.join(map(_short, nearest))}" if nearest else "none is similar"
+        return f"there is no tensor {_short(name)} among the {len(names)} in this store; {near}"
 
 
 def _listed(names: str | Iterable[str]) -> list[str]:
