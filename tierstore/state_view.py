@@ -7,13 +7,13 @@ what was changed in it in place is noticed by its version and written back befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tierstore.binding import Binding, local_of, sharded_like
+from tierstore.binding import Binding, Member, sharded_like, survey
 from tierstore.errors import StateDictError
 from tierstore.layout import as_real, empty_like_stored
 from tierstore.results import Results
@@ -28,43 +28,46 @@ class Handed:
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
-        self._tensors: dict[tuple[int, str], tuple[Tensor, int]] = {}
+        self._tensors: dict[int, dict[str, tuple[Tensor, int]]] = {}  # by position and field, with its version
         self._results: Results | None = None
 
     def get(self, position: int, name: str) -> Tensor:
         """Read one field of a parameter, or hand out again what was handed out before."""
-        if (position, name) not in self._tensors:
+        fields = self._tensors.setdefault(position, {})
+        if name not in fields:
             if self._results is None:
                 self._results = Results.under(self._binding.policy)
             flat = self._binding.read({position: (name,)}, self._results)[position][name]
-            tensor = shaped(self._binding.members[position].parameter, flat)
-            self._tensors[position, name] = (tensor, _version(tensor))
-        return self._tensors[position, name][0]
+            tensor = shaped(self._binding.members[position], flat)
+            fields[name] = (tensor, _version(tensor))
+        return fields[name][0]
 
     def is_unchanged(self, position: int, name: str, value: object) -> bool:
         """Whether `value` is what was handed out, and still as it was."""
-        tensor, version = self._tensors.get((position, name), (None, 0))
+        tensor, version = self._tensors.get(position, {}).get(name, (None, 0))
         return tensor is not None and value is tensor and _version(tensor) == version
 
     def absorb(self) -> None:
         """Write back what was changed in place."""
-        changed: dict[int, dict[str, Tensor]] = {}
-        for (position, name), (tensor, version) in self._tensors.items():
-            if _version(tensor) != version:
-                changed.setdefault(position, {})[name] = tensor
+        changed = {
+            position: {name: tensor for name, (tensor, version) in fields.items() if _version(tensor) != version}
+            for position, fields in self._tensors.items()
+        }
+        changed = {position: fields for position, fields in changed.items() if fields}
         if changed:
             self._binding.write(changed)
-            for position, fields in changed.items():
-                for name, tensor in fields.items():
-                    self._tensors[position, name] = (tensor, _version(tensor))
+            for position, tensors in changed.items():
+                self._tensors[position] |= {name: (tensor, _version(tensor)) for name, tensor in tensors.items()}
 
-    def forget(self, position: int | None = None) -> None:
-        """Let go of what was handed out, of one parameter or of all."""
-        keys = [key for key in self._tensors if position in (None, key[0])]
-        for key in keys:
-            del self._tensors[key]
-        if not self._tensors:
-            self._results = None
+    def forget(self) -> None:
+        """Let go of all that was handed out."""
+        self._tensors.clear()
+        self._results = None
+
+    def forget_fields(self, position: int, names: Iterable[str]) -> None:
+        """Let go of some fields of one parameter, which have other values now."""
+        for name in names:
+            self._tensors.get(position, {}).pop(name, None)
 
 
 class Owner(Protocol):
@@ -73,11 +76,17 @@ class Owner(Protocol):
     def bound(self) -> tuple[Binding, Handed]:
         """The binding of the parameters as they are now, made if need be, and what was handed out from it."""
 
+    def bound_for(self, parameter: object, *, is_written: bool = False) -> tuple[Binding, Handed, int]:
+        """The same, and the parameter's position. Looks at the others only if this one is not bound as it is now.
+
+        `is_written`: see to room for its state, even if it is frozen. Raises KeyError for what is no parameter here.
+        """
+
     def has_state(self) -> bool:
         """Whether there may be any state; False spares making a binding to find none."""
 
-    def position_of(self, parameter: object) -> int:
-        """The position of a parameter among the distinct ones. Raises KeyError for anything else."""
+    def knows(self, parameter: object) -> bool:
+        """Whether it is one of the parameters; makes no binding."""
 
 
 class ParameterState(MutableMapping[str, Any]):
@@ -99,12 +108,12 @@ class ParameterState(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._names():
             raise KeyError(name)
-        binding, handed = self._owner.bound()
-        position = self._owner.position_of(self._parameter)
+        binding, handed, position = self._owner.bound_for(self._parameter)
         return binding.steps[position] if name == STEP else handed.get(position, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        write_state(self._owner, {self._owner.position_of(self._parameter): {name: value}}, is_whole=False)
+        binding, handed, position = self._owner.bound_for(self._parameter, is_written=True)
+        write_state(binding, handed, {position: {name: value}}, is_whole=False)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError(f"{name!r} cannot be deleted alone: AdamW needs all fields; delete the parameter's whole state")
@@ -124,8 +133,7 @@ class ParameterState(MutableMapping[str, Any]):
     def _names(self) -> tuple[str, ...]:
         if not self._owner.has_state():
             return ()
-        binding, _ = self._owner.bound()
-        position = self._owner.position_of(self._parameter)
+        binding, _, position = self._owner.bound_for(self._parameter)
         return (STEP, *field_order(binding, position)) if position in binding.steps else ()
 
 
@@ -136,7 +144,8 @@ class StateView(MutableMapping[Tensor, Any]):
         self._owner = owner
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        self._owner.position_of(parameter)
+        if not self._owner.knows(parameter):
+            raise KeyError(parameter)
         return ParameterState.of(self._owner, parameter)
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
@@ -145,12 +154,14 @@ class StateView(MutableMapping[Tensor, Any]):
         return self[parameter] if is_there else default
 
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        write_state(self._owner, {self._owner.position_of(parameter): state}, is_whole=True)
+        binding, handed, position = self._owner.bound_for(parameter, is_written=True)
+        write_state(binding, handed, {position: state}, is_whole=True)
 
     def __delitem__(self, parameter: Tensor) -> None:
         if parameter not in self:
             raise KeyError(parameter)
-        write_state(self._owner, {self._owner.position_of(parameter): {}}, is_whole=True)
+        binding, handed, position = self._owner.bound_for(parameter)
+        write_state(binding, handed, {position: {}}, is_whole=True)
 
     def __iter__(self) -> Iterator[Tensor]:
         if not self._owner.has_state():
@@ -165,9 +176,10 @@ class StateView(MutableMapping[Tensor, Any]):
         if not self._owner.has_state():
             return False
         try:
-            return self._owner.position_of(parameter) in self._owner.bound()[0].steps
+            binding, _, position = self._owner.bound_for(parameter)
         except KeyError:
             return False
+        return position in binding.steps
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} parameters)"
@@ -184,7 +196,7 @@ def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
     handed.absorb()
     wanted = {position: field_order(binding, position) for position in sorted(binding.steps)}
     expected = sum(
-        local_of(binding.members[position].parameter).numel() * field.dtype.itemsize
+        binding.members[position].form.numel() * field.dtype.itemsize
         for position in wanted
         for field in binding.fields_of(position)
     )
@@ -192,18 +204,19 @@ def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
     return {
         position: {
             STEP: binding.steps[position].clone(),
-            **{name: shaped(binding.members[position].parameter, flat) for name, flat in fields.items()},
+            **{name: shaped(binding.members[position], flat) for name, flat in fields.items()},
         }
         for position, fields in read.items()
     }
 
 
-def write_state(owner: Owner, states: Mapping[int, Mapping[str, Any]], *, is_whole: bool) -> None:
+def write_state(
+    binding: Binding, handed: Handed, states: Mapping[int, Mapping[str, Any]], *, is_whole: bool
+) -> None:
     """Write states of parameters, by position. `is_whole`: what is not given is as for a parameter that never stepped.
 
     Raises StateDictError, with nothing changed, for a field that AdamW does not have or values of another shape.
     """
-    binding, handed = owner.bound()
     handed.absorb()
     for position, state in states.items():
         check_state(binding.members[position].parameter, binding.members[position].name, state, is_whole=is_whole)
@@ -216,12 +229,47 @@ def write_state(owner: Owner, states: Mapping[int, Mapping[str, Any]], *, is_who
         steps[position] = _step_of(state, None if is_new else binding.steps[position])
         values[position] = _fields_to_write(binding, handed, position, state, is_new)
     binding.write({position: fields for position, fields in values.items() if fields})
-    for position, state in states.items():
-        if values.get(position) or not state:
-            handed.forget(position)
+    for position in states:
+        handed.forget_fields(position, values.get(position, KNOWN_FIELDS))
         if position not in steps:
             binding.steps.pop(position, None)
     binding.steps.update(steps)
+
+
+def check_states(groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, Any]) -> None:
+    """Refuse states that are not AdamW's or not of these parameters."""
+    members = {id(member.parameter): member for member in survey(groups)}
+    for parameter, state in states.items():
+        member = members.get(id(parameter))
+        if member is None:
+            what = tuple(parameter.shape) if isinstance(parameter, Tensor) else parameter
+            raise StateDictError(f"there is state for {what!r}, which is in none of the param_groups")
+        check_state(parameter, member.name, state, is_whole=True)
+
+
+def carried(
+    old: Binding, states: Mapping[int, dict[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> dict[Tensor, dict[str, Any]]:
+    """Give the states of an old binding to its parameters, or to those that have taken their places.
+
+    Raises StateDictError for state of another shape than the new parameter, or of one that is gone without successor.
+    """
+    members = survey(groups)
+    present = {id(member.parameter): member for member in members}
+    given: dict[Tensor, dict[str, Any]] = {}
+    for position, state in states.items():
+        was = old.members[position]
+        now = present.get(id(was.parameter)) or (members[position] if position < len(members) else None)
+        if now is None or (now.parameter is not was.parameter and id(now.parameter) in old.position):
+            raise StateDictError(
+                f"{was.name} has state, but is no longer in param_groups: put it back, and delete its state "
+                f"(`del optimizer.state[parameter]`) before taking it out"
+            )
+        if now.dtype != was.dtype:
+            state.pop("master", None)  # the parameter in its new dtype is the truth
+        check_state(now.parameter, now.name, state, is_whole=True)
+        given[now.parameter] = state
+    return given
 
 
 def check_state(parameter: Tensor, name: str, state: Mapping[str, Any], *, is_whole: bool) -> None:
@@ -247,6 +295,8 @@ def check_state(parameter: Tensor, name: str, state: Mapping[str, Any], *, is_wh
 def _check_value(parameter: Tensor, what: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise StateDictError(f"{what} is a {type(value).__name__}, not a tensor")
+    if value.is_meta:
+        raise StateDictError(f"{what} is on the meta device and has no values")
     wanted, found = parameter, value
     if hasattr(parameter, "_spec") != hasattr(value, "_spec"):
         wanted, found = getattr(parameter, "_local_tensor", parameter), getattr(value, "_local_tensor", value)
@@ -261,13 +311,12 @@ def field_order(binding: Binding, position: int) -> tuple[str, ...]:
     return tuple(name for name in KNOWN_FIELDS if name in names)
 
 
-def shaped(parameter: Tensor, flat: Tensor) -> Tensor:
-    """Give a 1-D real tensor in storage order the parameter's shape, strides, complexity and sharding."""
-    local = local_of(parameter)
-    tensor, _ = empty_like_stored(local, flat.dtype, flat)
-    if getattr(parameter, "_local_tensor", parameter).is_complex():
+def shaped(member: Member, flat: Tensor) -> Tensor:
+    """Give a 1-D real tensor in storage order the shape, strides, complexity and sharding a parameter had at binding."""
+    tensor, _ = empty_like_stored(member.form, flat.dtype, flat)
+    if member.dtype.is_complex:
         tensor = torch.view_as_complex(tensor)
-    return _like_dtensor(parameter, tensor) if hasattr(parameter, "_local_tensor") else tensor
+    return _like_dtensor(member.parameter, tensor) if hasattr(member.parameter, "_local_tensor") else tensor
 
 
 def _like_dtensor(parameter: Any, local: Tensor) -> Tensor:
@@ -308,5 +357,5 @@ def _fields_to_write(
         if isinstance(value, Tensor):
             values[name] = sharded_like(parameter, value)
         elif is_new:
-            values[name] = parameter if name == "master" else torch.zeros(()).expand(local_of(parameter).shape)
+            values[name] = parameter if name == "master" else torch.zeros(())
     return values
