@@ -435,13 +435,6 @@ class HonestEngine(ThreadsEngine):
     def _start(self, request: Request) -> None:
         self._schedule.chance.choice(self._streams).add(lambda: self._carry(request))
 
-    def _carry(self, request: Request) -> None:
-        try:
-            self._run(request)
-        except BaseException as error:
-            self._fail(request, error)
-        self._end(request)
-
     def _stop(self) -> None:
         for stream in self._streams:
             stream.close()

@@ -78,6 +78,8 @@ class Flights:
     def land(self, flight: Flight) -> bool:
         """Strike out a flight that landed. True: its source extent is promised to nobody and free now."""
         flight.has_landed = True
+        if flight.claimed_by is not None:
+            flight.claimed_by.claims = None  # it owns its destination now; else each flight would keep all before it
         self._strike(flight)
         return flight.claimed_by is None
 

@@ -13,8 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -44,31 +42,37 @@ class Ticket:
         self.nbytes = nbytes
         self.seconds = 0.0  # from the moment it could begin to the moment its bytes had landed
         self._began = 0.0
-        self._future: Future[None] = Future()
+        self._error: TierstoreError | None = None
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._heard: list[Callable[[Ticket], None]] = []  # empty once it is done: what they hold is memory of tiers
 
     def is_done(self) -> bool:
         """Whether it has landed or failed."""
-        return self._future.done()
+        return self._done.is_set()
 
     def error(self) -> TierstoreError | None:
         """Why a done transfer failed, or None."""
-        error = self._future.exception(timeout=0)
-        assert error is None or isinstance(error, TierstoreError)
-        return error
+        assert self.is_done()
+        return self._error
 
     def wait(self, timeout: float | None) -> None:
         """Block until it has landed. Raises what stopped it, or TransferTimeoutError after `timeout` seconds."""
-        try:
-            self._future.result(timeout)
-        except FutureTimeoutError as error:
+        if not self._done.wait(timeout):
             raise TransferTimeoutError(
                 f"moving {self.nbytes:,} bytes from {self.route[0]} to {self.route[1]} took longer than {timeout} s "
                 f"(tiers.nvme.io.timeout)"
-            ) from error
+            )
+        if self._error is not None:
+            raise self._error
 
     def when_done(self, heard: Callable[[Ticket], None]) -> None:
-        """Call `heard` once it is done, on whatever thread that is; at once if it is done already."""
-        self._future.add_done_callback(lambda _: heard(self))
+        """Call `heard`, which must not raise, once it is done, on whatever thread that is; at once if it is done."""
+        with self._lock:
+            if not self.is_done():
+                self._heard.append(heard)
+                return
+        heard(self)
 
     def begin(self) -> None:
         """Start its clock."""
@@ -77,10 +81,12 @@ class Ticket:
     def resolve(self, error: TierstoreError | None) -> None:
         """Say that it has landed, or why it failed."""
         self.seconds = time.perf_counter() - self._began if self._began else 0.0
-        if error is None:
-            self._future.set_result(None)
-        else:
-            self._future.set_exception(error)
+        self._error = error
+        with self._lock:
+            self._done.set()
+            heard, self._heard = self._heard, []
+        for one in heard:
+            one(self)
 
 
 @dataclass

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import itertools
+import mmap
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +20,15 @@ from torch import Tensor
 
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine, HonestDevice, PoisoningDevice, Schedule
 from tierstore.arena import Extent
-from tierstore.device import Device, HostDevice, map_host_memory
-from tierstore.errors import StoreClosedError, TransferCancelledError, TransferError, TransferTimeoutError
-from tierstore.io import Kind
+from tierstore.device import Device, HostDevice, _areas, map_host_memory
+from tierstore.errors import (
+    EngineUnavailableError,
+    StoreClosedError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+)
+from tierstore.io import Kind, open_engine
 from tierstore.swapfile import SwapFile
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import Ticket, TransferEngine
@@ -249,6 +259,61 @@ def test_everything_is_closed_whatever_one_close_raises(bench: Bench, monkeypatc
         with pytest.raises(OSError, match="injected"):
             bench.transfer.close()
     assert closed == ["gpu"]
+
+
+@pytest.mark.parametrize("kind", ["threads", "libaio", "aiofiles"])
+def test_memory_goes_back_at_once_when_a_tier_shrinks(tmp_path: Path, kind: str) -> None:
+    """Tickets in reference cycles, and workers' last requests, kept slabs mapped until something else came along."""
+    try:
+        engine = open_engine(kind, threads=2, queue_depth=2, request_size=EXTENT)
+    except EngineUnavailableError as error:
+        pytest.skip(str(error))
+    gpu = MemoryTier("gpu", HostDevice("stand-in"), EXTENT)
+    cpu = MemoryTier("cpu", HostDevice(), EXTENT)
+    nvme = FileTier("nvme", [SwapFile(tmp_path, direct=None if engine.supports_direct else False)], EXTENT)
+    for tier in (gpu, cpu, nvme):
+        tier.grow(8, slab_extents=8)
+    transfer = TransferEngine(engine, gpu.device)
+    gone = [threading.Event() for _ in (gpu, cpu)]
+    for tier, event in zip((gpu, cpu), gone, strict=True):
+        weakref.finalize(mapping_of(tier), event.set)
+    transfer = TransferEngine(engine, gpu.device)
+    gc.disable()
+    try:
+        places = [[(tier, tier.arena.take()) for _ in range(8)] for tier in (gpu, cpu, nvme)]
+        for upper in (0, 1, 0, 1):
+            go_and_return(transfer, places[upper], places[upper + 1])
+        for tier in (gpu, cpu):
+            for _, extent in places.pop(0):
+                tier.release(extent)
+            tier.arena.condemn_last()
+            tier.shrink()
+        assert all(event.wait(PATIENCE_SECONDS) for event in gone)
+    finally:
+        gc.enable()
+        transfer.close()
+        nvme.close()
+
+
+def mapping_of(tier: MemoryTier) -> mmap.mmap:
+    """The mapping that a tier's only slab lies in."""
+    return next(area for area in _areas if tier._slabs[0].data_ptr() == address_of(area))
+
+
+def address_of(area: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(area))
+
+
+def go_and_return(transfer: TransferEngine, one: list[Place], other: list[Place]) -> None:
+    """Copy every extent of one tier to another and back, each way after the other, and hear of the end."""
+    there = [transfer.submit(source, end, EXTENT) for source, end in zip(one, other, strict=True)]
+    back = [
+        transfer.submit(end, source, EXTENT, after=(first,))
+        for source, end, first in zip(one, other, there, strict=True)
+    ]
+    for _ in (*there, *back):
+        assert transfer.next_ended(wait=True, timeout=PATIENCE_SECONDS) is not None
+    assert all(ticket.error() is None for ticket in back)
 
 
 def test_device_has_come_to_rest_when_transfers_are_closed() -> None:

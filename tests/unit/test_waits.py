@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from tests.fakes import HonestDevice, HonestTransfer, PoisoningDevice, Schedule, honest_parts
 from tests.trial import Trial, WrongBytesError
 from tierstore.device import Event
+from tierstore.flights import Flight
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup
 from tierstore.tiers import MemoryTier, Tier
@@ -44,6 +46,22 @@ def test_store_computes_what_a_dict_computes_on_an_honest_device(tmp_path: Path,
 @pytest.mark.parametrize("seed", range(12))
 def test_store_computes_what_a_dict_computes_where_the_host_computes_late(tmp_path: Path, seed: int) -> None:
     run_trial(tmp_path, seed, "cpu")
+
+
+def test_moves_that_are_over_are_forgotten(tmp_path: Path) -> None:
+    """Each flight kept the one it had its extent from, and so all before it, as long as some move was under way."""
+    trial = Trial(tmp_path, honest_parts(1), 1, capacity=ON_DEVICE, compute="gpu")
+    counts: list[tuple[int, int]] = []
+
+    def use(chunk: int, record: Tensor, is_fresh: bool) -> None:
+        alive = sum(isinstance(one, Flight) for one in gc.get_objects())
+        counts.append((alive, len(trial.store._traffic._flights)))
+
+    for order in (range(12), range(11, -1, -1)) * 4:
+        trial.store.run(order, order[::-1], use)
+    trial.store.close()
+    assert max(under_way for _, under_way in counts) > 5
+    assert all(alive <= under_way + 1 for alive, under_way in counts)
 
 
 def test_extents_of_deleted_chunks_are_waited_for_when_chunks_need_them() -> None:

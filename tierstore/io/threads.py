@@ -51,12 +51,19 @@ class ThreadsEngine(Engine):
             worker.join()
 
     def _work(self) -> None:
-        while (request := self._requests.get()) is not None:
-            try:
-                self._run(request)
-            except BaseException as error:
-                self._fail(request, error)
-            self._end(request)
+        while self._carry(self._requests.get()):  # an idle worker keeps no request, and so no memory of the caller's
+            pass
+
+    def _carry(self, request: Request | None) -> bool:
+        """Run one request to its end; False when there are no more."""
+        if request is None:
+            return False
+        try:
+            self._run(request)
+        except BaseException as error:
+            self._fail(request, error)
+        self._end(request)
+        return True
 
     def _run(self, request: Request) -> None:
         while not request.is_abandoned and not self._accept(request, self._call(request)):
