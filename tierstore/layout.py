@@ -170,7 +170,7 @@ def as_real(tensor: Tensor) -> Tensor:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill one gap-free piece of storage, each once, in whatever order of dimensions."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+    for stride, size in sorted(_steps(tensor)):
         if stride != expected:
             return tensor.numel() == 0
         expected *= size
@@ -189,9 +189,11 @@ def in_storage_order_of(parameter: Tensor, values: Tensor) -> Tensor:
 
     For a parameter that is not dense the order is row-major.
     """
+    if values is not parameter:
+        values = values.resolve_neg()  # a gradient whose storage holds the negative of what it shows
     if not is_dense(parameter):
         return values.contiguous().view(-1)
-    if values.stride() == parameter.stride() or (values.numel() == parameter.numel() == 1):
+    if _steps(values) == _steps(parameter):
         return values.as_strided((values.numel(),), (1,), values.storage_offset())
     copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=values.dtype, device=values.device)
     copy.copy_(values)
@@ -206,6 +208,11 @@ def empty_like_stored(parameter: Tensor, dtype: torch.dtype, storage: Tensor | N
     strides = parameter.stride() if is_dense(parameter) else _row_major(parameter.shape)
     flat = torch.empty(parameter.numel(), dtype=dtype) if storage is None else storage
     return flat.as_strided(parameter.shape, strides, flat.storage_offset()), flat
+
+
+def _steps(tensor: Tensor) -> list[tuple[int, int]]:
+    """Stride and size of each dimension in which one can step at all."""
+    return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
