@@ -21,6 +21,14 @@ LIMIT_SECONDS = 90.0
 GRACE_SECONDS = 3.0
 """How long other ranks may take to tell what went wrong with them after the first one has."""
 
+_PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "tierstore.optimizer",
+]
+
 
 class Ranks:
     """`count` processes of one group."""
@@ -46,7 +54,10 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # ranks are forked from a process that imported all this once
+        context.set_forkserver_preload(_PRELOADED)
         for rank in range(self.count):
             here, there = context.Pipe()
             arguments = (rank, self.count, str(Path(self._folder.name) / "rendezvous"), there)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.integration.ranks import Ranks
@@ -50,6 +50,7 @@ def sharded(*, seed: int = 0) -> TinyModel:
 
 
 def _train_both(folder: Path, tiers: str) -> list[int]:
+    """Return how many elements of each parameter are on this rank."""
     mine, reference = sharded(), sharded()
     with tiered(mine.parameters(), folder, tiers) as optimizer:
         theirs = fused(reference.parameters())
@@ -64,6 +65,21 @@ def _train_both(folder: Path, tiers: str) -> list[int]:
 def test_shards_are_trained_as_by_fused_adamw(two_ranks: Ranks, tmp_path: Path, tiers: str) -> None:
     sizes = two_ranks.run(_train_both, tmp_path, tiers)
     assert sizes[0] != sizes[1] and 0 in sizes[1]
+
+
+def _train_mixed(folder: Path) -> None:
+    mine, reference = TinyModel(), TinyModel()
+    for model in (mine, reference):
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    with tiered(mine.parameters(), folder) as optimizer:
+        theirs = fused(reference.parameters())
+        assert train(mine, optimizer, range(4)) == train(reference, theirs, range(4))
+        assert_same_models(mine, reference)
+        assert_same_bits(optimizer.state_dict(), theirs.state_dict())
+
+
+def test_mixed_precision_trains_float32_shards(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_train_mixed, tmp_path)
 
 
 # -- sharding after construction ----------------------------------------------------------------------------------
@@ -234,7 +250,8 @@ def test_steps_during_an_asynchronous_save_do_not_reach_it(two_ranks: Ranks, tmp
     two_ranks.run(_save_while_training, tmp_path)
 
 
-def _save_from(folder: Path, is_tiered: bool) -> None:
+def save_trained(folder: Path, is_tiered: bool) -> None:
+    """Take three steps and save a checkpoint in `folder`."""
     model = sharded()
     optimizer = tiered(model.parameters(), folder) if is_tiered else fused(model.parameters())
     train(model, optimizer, range(3))
@@ -245,7 +262,7 @@ def _save_from(folder: Path, is_tiered: bool) -> None:
 
 @pytest.mark.parametrize("is_tiered", [True, False], ids=["tiered", "adamw"])
 def test_checkpoint_of_two_ranks_loads_without_sharding(two_ranks: Ranks, tmp_path: Path, is_tiered: bool) -> None:
-    two_ranks.run(_save_from, tmp_path, is_tiered)
+    two_ranks.run(save_trained, tmp_path, is_tiered)
     mine, theirs = TinyModel(seed=1), TinyModel(seed=2)
     optimizer, reference = tiered(mine.parameters(), tmp_path), fused(theirs.parameters())
     load(mine, optimizer, tmp_path / "checkpoint")
@@ -257,7 +274,8 @@ def test_checkpoint_of_two_ranks_loads_without_sharding(two_ranks: Ranks, tmp_pa
     optimizer.close()
 
 
-def _load_saved_elsewhere(folder: Path) -> None:
+def load_saved_elsewhere(folder: Path) -> None:
+    """Load the checkpoint in `folder` and go on, with both optimizers."""
     mine, theirs = sharded(seed=1), sharded(seed=2)
     optimizer, reference = tiered(mine.parameters(), folder), fused(theirs.parameters())
     load(mine, optimizer, folder / "checkpoint")
@@ -273,7 +291,7 @@ def test_checkpoint_without_sharding_loads_on_two_ranks(two_ranks: Ranks, tmp_pa
     with tiered(model.parameters(), tmp_path) as optimizer:
         train(model, optimizer, range(3))
         dcp.save(states_of(model, optimizer), checkpoint_id=tmp_path / "checkpoint")
-    two_ranks.run(_load_saved_elsewhere, tmp_path)
+    two_ranks.run(load_saved_elsewhere, tmp_path)
 
 
 # -- what else groups and parameters may be -----------------------------------------------------------------------
