@@ -54,7 +54,7 @@ def test_moves_that_are_over_are_forgotten(tmp_path: Path) -> None:
     counts: list[tuple[int, int]] = []
 
     def use(chunk: int, record: Tensor, is_fresh: bool) -> None:
-        alive = sum(isinstance(one, Flight) for one in gc.get_objects())
+        alive = sum(type(one) is Flight for one in gc.get_objects())
         counts.append((alive, len(trial.store._traffic._flights)))
 
     for order in (range(12), range(11, -1, -1)) * 4:
