@@ -76,7 +76,8 @@ def place_homes(needs: Sequence[Need], rooms: Mapping[str, Room], *, order: str,
         if not short:
             return homes
         if not any(kept):
-            raise CapacityError(_complaint(homes, rooms, short, extent_bytes))
+            enough = _enough(wishes, rooms, order)
+            raise CapacityError(_complaint(homes, short, rooms, enough, extent_bytes))
         is_any_in_short = not short.keys().isdisjoint(kept)
         kept = [home if is_any_in_short and home not in short else None for home in kept]
 
@@ -193,10 +194,22 @@ def _shortages(needs: Sequence[Need], homes: Sequence[str], rooms: Mapping[str, 
     return short
 
 
+def _enough(needs: Sequence[Need], rooms: Mapping[str, Room], order: str) -> dict[str, Room]:
+    """Rooms as these, but where there is too little, as large as they must be."""
+    enough = dict(rooms)
+    while short := _shortages(needs, _choose_homes(needs, enough, order), enough):
+        enough |= {tier: Room(sum(asked)) for tier, asked in short.items()}
+    return enough
+
+
 def _complaint(
-    homes: Sequence[str], rooms: Mapping[str, Room], short: Mapping[str, tuple[int, int]], extent_bytes: int
+    homes: Sequence[str],
+    short: Mapping[str, tuple[int, int]],
+    rooms: Mapping[str, Room],
+    enough: Mapping[str, Room],
+    extent_bytes: int,
 ) -> str:
-    stories, remedies = [], []
+    stories = []
     for tier, (wanted, passing) in short.items():
         room = rooms.get(tier, Room(0, homes=False))
         staging = "" if room.homes else " and is for staging only"
@@ -204,6 +217,10 @@ def _complaint(
             f"{tier} holds {room.extents} extents of {extent_bytes:,} bytes{staging}, but {wanted} chunks need a home "
             f"there and {passing} more extents are needed to pass others through"
         )
-        remedies.append(f"tiers.{tier}.capacity to at least {(wanted + passing) * extent_bytes:,} bytes")
+    remedies = [
+        f"tiers.{tier}.capacity to at least {room.extents * extent_bytes:,} bytes"
+        for tier, room in enough.items()
+        if room != rooms.get(tier)
+    ]
     way_out = "or lower chunk_size" if "nvme" in homes or "nvme" in rooms else "or add the nvme tier"
     return f"{'; '.join(stories)}: raise {' and '.join(remedies)}, {way_out}"
