@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -48,7 +49,23 @@ class Member:
     name: str
     is_covered: bool  # has room for state
     amsgrad: bool
+    dtype: torch.dtype
+    form: Tensor  # shape, strides and dtype of `local_of(parameter)`; on meta, and not changed when the parameter is
     identity: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, parameter: Tensor, group: Mapping[str, Any], number: int, *, name: str, is_covered: bool) -> Member:
+        local = local_of(parameter)
+        return cls(
+            parameter,
+            number,
+            name,
+            is_covered,
+            bool(group.get("amsgrad")),
+            getattr(parameter, "_local_tensor", parameter).dtype,
+            torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
+            _identity(parameter, group),
+        )
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -77,23 +94,20 @@ def needs_state(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def survey(groups: Sequence[Mapping[str, Any]], with_state: Iterable[int] = ()) -> list[Member]:
-    """List the distinct parameters of all groups in order. `with_state`: positions that have state already."""
-    held = set(with_state)
+def survey(groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> list[Member]:
+    """List the distinct parameters of all groups in order. `with_state`: those that have state, frozen or not."""
+    held = set(map(id, with_state))
     members: dict[int, Member] = {}
     for number, group in enumerate(groups):
-        names = group.get("param_names") or [None] * len(group["params"])
-        for parameter, name in zip(group["params"], names, strict=True):
+        for parameter, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
             if id(parameter) in members:
                 continue
-            position = len(members)
-            members[id(parameter)] = Member(
+            members[id(parameter)] = Member.of(
                 parameter,
+                group,
                 number,
-                name or f"param.{position}",
-                needs_state(parameter) or position in held,
-                bool(group["amsgrad"]),
-                _identity(parameter, group),
+                name=name or f"param.{len(members)}",
+                is_covered=needs_state(parameter) or id(parameter) in held,
             )
     return list(members.values())
 
@@ -101,14 +115,27 @@ def survey(groups: Sequence[Mapping[str, Any]], with_state: Iterable[int] = ()) 
 def _identity(parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What must stay the same for a layout to stay right."""
     local = getattr(parameter, "_local_tensor", parameter)
-    return (id(parameter), local.dtype, local.device, local.shape, local.stride(), group["amsgrad"], group.get("tier"))
+    return (
+        id(parameter),
+        local.dtype,
+        local.device,
+        local.shape,
+        local.stride(),
+        group.get("amsgrad"),
+        group.get("tier"),
+    )
 
 
 class Binding:
     """Layout, store and step counts of the parameters in `groups`."""
 
     def __init__(
-        self, groups: Sequence[Mapping[str, Any]], policy: TierPolicy, parts: Parts, *, with_state: Iterable[int] = ()
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        policy: TierPolicy,
+        parts: Parts,
+        *,
+        with_state: Iterable[object] = (),
     ) -> None:
         self.members = survey(groups, with_state)
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
@@ -126,46 +153,46 @@ class Binding:
             for member, spans in zip(members, layout.spans_of, strict=True):
                 shares = [(chunk.number, span.length * chunk.cls.element_bytes) for chunk, span in spans]
                 self.store.register(member.name, shares)
+            self._record = map_host_memory(blueprint.chunk_bytes)
+            for cls in {chunk.cls for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
+                self_test(cls.fields[0].dtype)
         except BaseException:
             self.store.close()
             raise
-        self._record = map_host_memory(blueprint.chunk_bytes)
-        for dtype in {
-            field.dtype for chunk in layout.chunks for field in chunk.cls.fields[:1] if chunk.cls.compute == "cpu"
-        }:
-            self_test(dtype)
 
-    def is_current(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the parameters in `groups` are still those bound, and all that may be updated have room for state."""
-        number = 0
-        seen = set()
-        for index, group in enumerate(groups):
-            for parameter in group["params"]:
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                if number == len(self.members):
-                    return False
-                member = self.members[number]
-                if member.identity != _identity(parameter, group) or member.group != index:
-                    return False
-                if not member.is_covered and needs_state(parameter):
-                    return False
-                number += 1
-        return number == len(self.members)
+    def is_current(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> bool:
+        """Whether the parameters in `groups` are still those bound, and all that need it have room for state."""
+        present = dict.fromkeys(map(id, (parameter for group in groups for parameter in group["params"])))
+        positions = [self.position.get(parameter) for parameter in (*present, *map(id, with_state))]
+        return positions[: len(present)] == list(range(len(self.members))) and all(
+            self.is_current_at(position, groups, is_covered=number >= len(present))
+            for number, position in enumerate(positions)
+            if position is not None
+        )
+
+    def is_current_at(self, position: int, groups: Sequence[Mapping[str, Any]], *, is_covered: bool) -> bool:
+        """Whether one parameter is still as it was bound. `is_covered`: it must have room, even if it is frozen."""
+        member = self.members[position]
+        return (
+            member.group < len(groups)
+            and member.identity == _identity(member.parameter, groups[member.group])
+            and (member.is_covered or not (is_covered or needs_state(member.parameter)))
+        )
+
+    def with_state(self) -> list[Tensor]:
+        """The parameters that have state."""
+        return [self.members[position].parameter for position in sorted(self.steps)]
 
     def fields_of(self, position: int) -> tuple[Field, ...]:
         """The fields that a parameter's state has in the tiers."""
-        return state_fields(self.members[position].parameter, self.policy, amsgrad=self.members[position].amsgrad)
+        return state_fields(self.members[position].form.dtype, self.policy, amsgrad=self.members[position].amsgrad)
 
     # -- state --------------------------------------------------------------------------------------------------
 
     def read(self, wanted: Mapping[int, Sequence[str]], results: Results) -> dict[int, dict[str, Tensor]]:
         """Copy fields of parameters, by position, into 1-D CPU tensors in storage order; move no chunk."""
         flat = {
-            (position, name): results.allocate(
-                local_of(self.members[position].parameter).numel(), self._dtype(position, name)
-            )
+            (position, name): results.allocate(self.members[position].form.numel(), self._dtype(position, name))
             for position, names in wanted.items()
             for name in names
         }
@@ -182,7 +209,7 @@ class Binding:
         return {position: {name: flat[position, name] for name in names} for position, names in wanted.items()}
 
     def write(self, values: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Set fields of parameters, by position, from tensors of the parameter's shape, on any device.
+        """Set fields of parameters, by position, from tensors of the parameter's shape or one number, on any device.
 
         A field not given keeps its value. Chunks go through the tier that computes, as in a step.
         """
@@ -201,7 +228,8 @@ class Binding:
         self.plant.finish()
 
     def _in_order(self, position: int, value: Tensor) -> Tensor:
-        return in_storage_order_of(local_of(self.members[position].parameter), local_of(value))
+        local = local_of(value)
+        return local if local.dim() == 0 else in_storage_order_of(self.members[position].form, local)
 
     def _dtype(self, position: int, name: str) -> torch.dtype:
         return next(field.dtype for field in self.fields_of(position) if field.name == name)
@@ -241,9 +269,9 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
     specs = []
     for member in members:
         local = local_of(member.parameter)
-        fields = state_fields(member.parameter, policy, amsgrad=member.amsgrad) if member.is_covered else ()
+        fields = state_fields(local.dtype, policy, amsgrad=member.amsgrad) if member.is_covered else ()
         compute = plant.compute_tier(local.device)
-        named = _named_tier(member, groups[member.group], policy, plant.names, compute)
+        named = _named_tier(member, groups[member.group], policy, plant.names, compute) if fields else None
         cls = ChunkClass(local.dtype, str(local.device), fields, compute, named)
         specs.append(ParameterSpec(member.name, member.group, local.numel() if fields else 0, cls))
     state_bytes = sum(spec.elements * spec.cls.element_bytes for spec in specs)
@@ -256,9 +284,8 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
     return Blueprint(plant, layout, infos, chunk_bytes)
 
 
-def state_fields(parameter: Tensor, policy: TierPolicy, *, amsgrad: bool) -> tuple[Field, ...]:
+def state_fields(dtype: torch.dtype, policy: TierPolicy, *, amsgrad: bool) -> tuple[Field, ...]:
     """The fields of a parameter's state: moments in its real dtype, or float32 and a master if that is too low."""
-    dtype = local_of(parameter).dtype
     is_low = dtype in LOW_PRECISION
     moments = torch.float32 if is_low else dtype
     has_master = is_low and policy.state.master != "none"
@@ -289,7 +316,7 @@ def _named_tier(
 def _scatter(chunk: Chunk, record: Tensor, values: Mapping[int, Mapping[str, Tensor]]) -> None:
     for span in chunk.spans:
         for name, flat in values.get(span.parameter, {}).items():
-            part = flat.narrow(0, span.start, span.length)
+            part = flat if flat.dim() == 0 else flat.narrow(0, span.start, span.length)
             chunk.field(record, name).narrow(0, span.offset, span.length).copy_(part)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -21,13 +21,13 @@ from torch._compile import _disable_dynamo  # what torch's optimizers use; torch
 from tierstore.binding import Binding, draw, local_of, survey
 from tierstore.build import Parts
 from tierstore.device import is_capturing, may_still_move_to_accelerator
-from tierstore.errors import FailedStepError, PolicyError, StateDictError, StoreClosedError
+from tierstore.errors import FailedStepError, PolicyError, StoreClosedError
 from tierstore.kernels import Scratch
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
-from tierstore.state_view import Handed, StateView, check_state, materialise, write_state
+from tierstore.state_view import Handed, StateView, carried, check_states, materialise, write_state
 from tierstore.tensors import TieredStore
-from tierstore.update import Participant, StepWork, advance, hyper_of
+from tierstore.update import Participant, StepWork
 
 _KEPT = ("_step_supports_amp_scaling",)
 
@@ -96,21 +96,22 @@ class TieredAdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        _refuse_what_cannot_be_honoured(foreach, capturable, differentiable, fused)
-        for group in (self.defaults, *self.param_groups):
-            group["fused"] = True  # so that torch's AdamW, given this state dict, keeps the same arithmetic
-        self._check_fits()
+        _refuse_what_cannot_be_honoured(self.defaults)
+        _make_fused(self.defaults, *self.param_groups)
+        self.check_fits(self.param_groups)
 
     def _begin(self, policy: TierPolicy) -> None:
         """Set what must be there before torch's constructor and `__setstate__` assign to `state`."""
         self._held = _Held(policy)
 
-    def _check_fits(self) -> None:
-        """Find out before training whether all state will find room; later, for parameters that may still move."""
-        members = survey(self.param_groups)
-        if any(may_still_move_to_accelerator(local_of(member.parameter).device) for member in members):
-            return
-        draw(members, self.param_groups, self._held.policy, self.parts).rooms()
+    def check_fits(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> None:
+        """Find out before training whether all state will find room; later, for parameters that may still move.
+
+        Raises CapacityError or PolicyError. `with_state`: parameters that have state, frozen or not.
+        """
+        members = survey(groups, with_state)
+        if not any(may_still_move_to_accelerator(local_of(member.parameter).device) for member in members):
+            draw(members, groups, self._held.policy, self.parts).rooms()
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -122,6 +123,7 @@ class TieredAdamW(torch.optim.AdamW):
         Returns once the parameters are final; chunks may still be on their way back, and an error of theirs is raised
         by the next call, with the chunk safe where it was. Raises FailedStepError if an earlier step broke off.
         """
+        self._refuse_if_closed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,18 +156,8 @@ class TieredAdamW(torch.optim.AdamW):
 
     def _update(self, participants: Mapping[int, Participant], binding: Binding) -> None:
         """Run the chunks of all participants through the store."""
-        hypers = [hyper_of(group) for group in self.param_groups]
-        new = {position for position in participants if position not in binding.steps}
-        binding.steps.update({position: torch.tensor(0.0) for position in sorted(new)})
-        advance(binding, participants, sign=1)
-        work = StepWork(
-            binding,
-            participants,
-            hypers,
-            new,
-            self._held.scratch,
-            getattr(self, "grad_scale", None),
-        )
+        scratch, grad_scale = self._held.scratch, getattr(self, "grad_scale", None)
+        work = StepWork.of(binding, participants, self.param_groups, scratch, grad_scale)
         chunks = [chunk.number for chunk in binding.layout.chunks]
         if self._held.is_reversed and binding.plant.order == "alternating":
             chunks.reverse()
@@ -176,10 +168,8 @@ class TieredAdamW(torch.optim.AdamW):
             binding.plant.finish()
         except BaseException as error:
             self._tell_failure(binding, work, error)
-            advance(binding, participants, sign=-1)
-            for position in new:
-                del binding.steps[position]
             raise
+        work.count()
         self._held.is_reversed = not self._held.is_reversed
 
     def _tell_failure(self, binding: Binding, work: StepWork, error: BaseException) -> None:
@@ -190,70 +180,91 @@ class TieredAdamW(torch.optim.AdamW):
         touched = {span.parameter for number in chunks for span in binding.layout.chunks[number].spans}
         done = sorted(touched & work.finished)
         part = sorted((touched & set(work.participants)) - work.finished)
-        binding.store.fail(
-            f"an earlier step broke off ({error}), so parameters and state no longer belong to one step. Updated: "
-            f"{binding.names_of(done)}; in part: {binding.names_of(part)}; all others not. Load parameters and "
-            f"optimizer state from a checkpoint: load_state_dict() allows steps again"
+        story = (
+            f"parameters and state no longer belong to one step. Updated: {binding.names_of(done)}; in part: "
+            f"{binding.names_of(part)}; all others not. Load parameters and optimizer state from a checkpoint: "
+            f"load_state_dict() allows steps again"
         )
+        binding.store.fail(f"an earlier step broke off ({error}), so {story}")
+        error.add_note(f"this step broke off, so {story}")
 
     # -- binding ------------------------------------------------------------------------------------------------
 
-    def bound(self) -> tuple[Binding, Handed]:
-        """The binding of the parameters as they are now, made or made again if need be."""
-        if self._held.is_closed:
-            raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
-        if self._held.binding is None or self._held.handed is None:
-            self._bind({})
-        elif not self._held.binding.is_current(self.param_groups):
-            self._rebind(self._held.binding, self._held.handed)
-        assert self._held.binding is not None and self._held.handed is not None
-        if self._held.pending is not None:
-            pending, self._held.pending = self._held.pending, None
-            self._load(pending)
-        return self._held.binding, self._held.handed
+    def bound(self, *, with_state: Collection[object] = ()) -> tuple[Binding, Handed]:
+        """The binding of the parameters as they are now, made or made again if need be, with all state in it.
 
-    def _bind(self, carried: Mapping[int, Mapping[str, Any]]) -> None:
-        self._held.binding = Binding(self.param_groups, self._held.policy, self.parts, with_state=carried)
-        self._held.handed = Handed(self._held.binding)
-        if carried:
-            write_state(self, carried, is_whole=True)
+        `with_state`: parameters that must have room for state, even if they are frozen.
+        """
+        self._refuse_if_closed()
+        held = self._held
+        covered = [*with_state, *(held.pending or ())]
+        if held.binding is None or held.handed is None or not held.binding.is_current(self.param_groups, covered):
+            self._unbind(covered)
+            held.binding = Binding(
+                self.param_groups, held.policy, self.parts, with_state=[*with_state, *(held.pending or ())]
+            )
+            held.handed = Handed(held.binding)
+        if held.pending is not None:
+            self._load(held.binding, held.handed, held.pending)
+            held.pending = None  # not before all is written: a load that fails is made again by the next call
+        return held.binding, held.handed
 
-    def _rebind(self, old: Binding, handed: Handed) -> None:
-        """Make a binding for the parameters as they are now, carrying state over by position."""
-        carried = materialise(old, handed) if old.steps and self._held.pending is None else {}
-        members = survey(self.param_groups, carried)
-        for position, state in carried.items():
-            if position >= len(members):
-                raise StateDictError(f"{old.members[position].name} has state, but is no longer in param_groups")
-            if local_of(members[position].parameter).dtype != local_of(old.members[position].parameter).dtype:
-                state.pop("master", None)  # the parameter in its new dtype is the truth
-            check_state(members[position].parameter, members[position].name, state, is_whole=True)
-        if old.store.broken_off is not None and self._held.pending is None:
+    def bound_for(self, parameter: object, *, is_written: bool = False) -> tuple[Binding, Handed, int]:
+        """The binding and the parameter's position; looks at the other parameters only if this one has changed."""
+        held = self._held
+        binding, handed = held.binding, held.handed
+        position = None if binding is None else binding.position.get(id(parameter))
+        is_settled = held.pending is None and not held.is_closed and binding is not None and handed is not None
+        if (
+            not is_settled
+            or position is None
+            or not binding.is_current_at(  # type: ignore[union-attr]
+                position, self.param_groups, is_covered=is_written
+            )
+        ):
+            binding, handed = self.bound(with_state=[parameter] if is_written else [])
+            position = binding.position.get(id(parameter))
+            if position is None:
+                raise KeyError(parameter)
+        return binding, handed, position  # type: ignore[return-value]
+
+    def _unbind(self, covered: Collection[object]) -> None:
+        """Take all state out of a binding that is no longer current, for the next one to load; nothing is lost."""
+        held = self._held
+        if held.binding is None or held.handed is None:
+            return
+        if held.pending is None and held.binding.store.broken_off is not None:
             raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
-        self._held.binding = self._held.handed = None
-        old.close()
-        self._bind(carried)
+        states = held.pending
+        if states is None and held.binding.steps:
+            states = carried(held.binding, materialise(held.binding, held.handed), self.param_groups)
+        self.check_fits(self.param_groups, [*covered, *(states or ())])
+        held.binding.close()
+        held.binding, held.handed, held.pending = None, None, states
 
-    def _load(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def _load(self, binding: Binding, handed: Handed, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Replace all state."""
-        binding, handed = self.bound()
+        check_states(self.param_groups, states)
         binding.store.forgive()
         handed.forget()
         binding.steps.clear()
-        write_state(
-            self,
-            {self.position_of(parameter): state for parameter, state in states.items() if state},
-            is_whole=True,
-        )
+        by_position = {binding.position[id(parameter)]: state for parameter, state in states.items() if state}
+        write_state(binding, handed, by_position, is_whole=True)
 
-    def position_of(self, parameter: object) -> int:
-        """The position of a parameter among the distinct ones. Raises KeyError for anything else."""
-        binding, _ = self.bound()
-        return binding.position[id(parameter)]
+    def knows(self, parameter: object) -> bool:
+        """Whether it is one of the parameters; makes no binding."""
+        binding = self._held.binding
+        is_bound = binding is not None and id(parameter) in binding.position
+        return is_bound or any(parameter is other for group in self.param_groups for other in group["params"])
 
     def has_state(self) -> bool:
         """Whether there may be any state; False spares making a binding to find none."""
-        return bool(self._held.pending) or (self._held.binding is not None and bool(self._held.binding.steps))
+        held = self._held
+        return bool(held.pending if held.pending is not None else held.binding is not None and held.binding.steps)
+
+    def _refuse_if_closed(self) -> None:
+        if self._held.is_closed:
+            raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
 
     @property
     def store(self) -> TieredStore:
@@ -269,7 +280,10 @@ class TieredAdamW(torch.optim.AdamW):
 
     @state.setter
     def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        self._held.pending = {parameter: unwrap(state) for parameter, state in states.items()}
+        pending = {parameter: unwrap(state) for parameter, state in states.items()}
+        if pending:  # torch's constructor resets the state before there are groups
+            check_states(self.param_groups, pending)
+        self._held.pending = pending
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, all tensors on the CPU; low-precision parameters have a `master` more.
@@ -298,13 +312,18 @@ class TieredAdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group may carry `tier`, one of gpu, cpu and nvme."""
+        _refuse_what_cannot_be_honoured(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group.get("tier", TIER_NAMES[0]) not in TIER_NAMES:
+        try:
+            if group.get("tier", TIER_NAMES[0]) not in TIER_NAMES:
+                raise PolicyError(f"a parameter group has tier {group['tier']!r}; allowed: {', '.join(TIER_NAMES)}")
+            if self._held.binding is not None:
+                self.check_fits(self.param_groups, self._held.binding.with_state())
+        except BaseException:
             del self.param_groups[-1]
-            raise PolicyError(f"a parameter group has tier {group['tier']!r}; allowed: {', '.join(TIER_NAMES)}")
-        if group["fused"] is None:
-            group["fused"] = self.defaults["fused"]
+            raise
+        group["fused"] = self.defaults["fused"]
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: self.__dict__[name] for name in _KEPT if name in self.__dict__}
@@ -316,7 +335,12 @@ class TieredAdamW(torch.optim.AdamW):
         policy, values = state.pop("tierstore_policy", None), state.pop("state", None)
         if "_held" not in self.__dict__:
             self._begin(policy if policy is not None else TierPolicy.load())
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        pending, self._held.pending = self._held.pending, {}  # torch looks for old step counts, which `_load` reads too
+        try:
+            super().__setstate__(state)  # type: ignore[no-untyped-call]
+        finally:
+            self._held.pending = pending
+        _make_fused(*self.param_groups)
         if values is not None:
             self.state = values
 
@@ -343,12 +367,16 @@ class TieredAdamW(torch.optim.AdamW):
         self.close()
 
 
-def _refuse_what_cannot_be_honoured(
-    foreach: bool | None, capturable: bool, differentiable: bool, fused: bool | None
-) -> None:
-    if differentiable:
+def _refuse_what_cannot_be_honoured(options: Mapping[str, Any]) -> None:
+    if options.get("differentiable"):
         raise RuntimeError("TieredAdamW does not support `differentiable`: its state is outside autograd's reach")
-    if capturable:
+    if options.get("capturable"):
         raise RuntimeError("TieredAdamW does not support `capturable`: a step reads and writes files")
-    if foreach or fused is False:
+    if options.get("foreach") or options.get("fused") is False:
         raise RuntimeError("TieredAdamW has torch's fused arithmetic only: leave out `foreach` and `fused=False`")
+
+
+def _make_fused(*groups: dict[str, Any]) -> None:
+    """See to it that torch's AdamW, given this state dict, keeps the same arithmetic."""
+    for group in groups:
+        group.update(fused=True, foreach=None, differentiable=False)

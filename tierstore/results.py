@@ -20,7 +20,9 @@ from tierstore.layout import RECORD_ALIGNMENT, round_up
 from tierstore.policy import TierPolicy
 from tierstore.swapfile import SwapFile, swap_folders
 
-PIECE_BYTES = 64 << 20
+FIRST_PIECE_BYTES = 1 << 20
+MOST_PIECE_BYTES = 64 << 20
+"""Reserved at once: each piece is twice the one before it, so that no more is reserved than twice what is taken."""
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Results:
         self._folder = folder
         self._in_memory = 0
         self._piece: _Piece | None = None
+        self._next_bytes = FIRST_PIECE_BYTES
 
     @classmethod
     def under(cls, policy: TierPolicy, expected_bytes: int = 0) -> Results:
@@ -64,7 +67,8 @@ class Results:
             return torch.empty(elements, dtype=dtype)
         padded = round_up(nbytes, RECORD_ALIGNMENT)
         if self._piece is None or self._piece.used + padded > len(self._piece.view):
-            self._piece = _Piece(_map_reserved(self._folder, max(PIECE_BYTES, padded)))
+            self._piece = _Piece(_map_reserved(self._folder, max(self._next_bytes, padded)))
+            self._next_bytes = min(2 * self._next_bytes, MOST_PIECE_BYTES)
         start = self._piece.used
         self._piece.used += padded
         return torch.frombuffer(self._piece.view[start : start + nbytes], dtype=dtype)

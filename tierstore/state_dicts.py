@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from tierstore.errors import StateDictError
-from tierstore.state_view import check_state, materialise
+from tierstore.state_view import ParameterState, check_state, materialise
 
 
 class Loaded:
@@ -23,8 +25,11 @@ class Loaded:
         return self
 
 
-def unwrap(state: Any) -> Mapping[str, Any]:
-    return state.state if isinstance(state, Loaded) else state
+def unwrap(state: Any) -> Any:
+    """What a loaded state, or a view of one, holds now."""
+    if isinstance(state, Loaded):
+        return state.state
+    return dict(state) if isinstance(state, ParameterState) else state
 
 
 def materialise_entries(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -46,18 +51,29 @@ def _ids(groups: Sequence[Mapping[str, Any]], packed: Sequence[Mapping[str, Any]
 
 
 def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Refuse state that does not fit, before anything changes; wrap what fits. torch checks the counts of groups."""
-    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    present = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", group["params"])]
-    if len(saved) != len(present):
+    """Refuse state that does not fit, before anything changes; wrap what fits. torch checks the counts of groups.
+
+    Where state lives is this optimizer's own affair: groups keep their `tier`, or that they have none.
+    """
+    present, saved = optimizer.param_groups, state_dict["param_groups"]
+    if [len(group["params"]) for group in present] != [len(group["params"]) for group in saved]:
         return state_dict
-    by_key = {key: (parameter, name) for key, parameter, name in zip(saved, present, names, strict=True)}
+    by_key: dict[Any, tuple[Tensor, str]] = {}
+    for group, packed in zip(present, saved, strict=True):
+        names = group.get("param_names", [f"parameter {key}" for key in packed["params"]])
+        by_key |= dict(zip(packed["params"], zip(group["params"], names, strict=False), strict=False))
     wrapped: dict[Any, Any] = {}
     for key, state in state_dict["state"].items():
         if key not in by_key:
             raise StateDictError(f"the state dict has state for {key!r}, which is in none of its param_groups")
-        parameter, name = by_key[key]
-        check_state(parameter, name if isinstance(name, str) else f"parameter {key}", state, is_whole=True)
+        check_state(*by_key[key], state, is_whole=True)
         wrapped[key] = Loaded(state)
-    return {**state_dict, "state": wrapped}
+    groups = [_with_tier_of(group, packed) for group, packed in zip(present, saved, strict=True)]
+    loaded = [{**packed, "params": group["params"]} for group, packed in zip(present, groups, strict=True)]
+    optimizer.check_fits(loaded, [by_key[key][0] for key, state in state_dict["state"].items() if state])
+    return {**state_dict, "state": wrapped, "param_groups": groups}
+
+
+def _with_tier_of(group: Mapping[str, Any], packed: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in packed.items() if key != "tier"}
+    return {**kept, "tier": group["tier"]} if "tier" in group else kept

@@ -166,8 +166,7 @@ class StateView(MutableMapping[Tensor, Any]):
     def __iter__(self) -> Iterator[Tensor]:
         if not self._owner.has_state():
             return iter(())
-        binding, _ = self._owner.bound()
-        return iter([binding.members[position].parameter for position in sorted(binding.steps)])
+        return iter(self._owner.bound()[0].with_state())
 
     def __len__(self) -> int:
         return len(self._owner.bound()[0].steps) if self._owner.has_state() else 0
@@ -210,9 +209,7 @@ def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
     }
 
 
-def write_state(
-    binding: Binding, handed: Handed, states: Mapping[int, Mapping[str, Any]], *, is_whole: bool
-) -> None:
+def write_state(binding: Binding, handed: Handed, states: Mapping[int, Mapping[str, Any]], *, is_whole: bool) -> None:
     """Write states of parameters, by position. `is_whole`: what is not given is as for a parameter that never stepped.
 
     Raises StateDictError, with nothing changed, for a field that AdamW does not have or values of another shape.
@@ -249,14 +246,14 @@ def check_states(groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, An
 
 def carried(
     old: Binding, states: Mapping[int, dict[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> dict[Tensor, dict[str, Any]]:
+) -> dict[Tensor, Mapping[str, Any]]:
     """Give the states of an old binding to its parameters, or to those that have taken their places.
 
     Raises StateDictError for state of another shape than the new parameter, or of one that is gone without successor.
     """
     members = survey(groups)
     present = {id(member.parameter): member for member in members}
-    given: dict[Tensor, dict[str, Any]] = {}
+    given: dict[Tensor, Mapping[str, Any]] = {}
     for position, state in states.items():
         was = old.members[position]
         now = present.get(id(was.parameter)) or (members[position] if position < len(members) else None)
@@ -312,7 +309,7 @@ def field_order(binding: Binding, position: int) -> tuple[str, ...]:
 
 
 def shaped(member: Member, flat: Tensor) -> Tensor:
-    """Give a 1-D real tensor in storage order the shape, strides, complexity and sharding a parameter had at binding."""
+    """Give a 1-D real tensor in storage order the shape, strides and sharding a parameter had at binding."""
     tensor, _ = empty_like_stored(member.form, flat.dtype, flat)
     if member.dtype.is_complex:
         tensor = torch.view_as_complex(tensor)

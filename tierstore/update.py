@@ -6,7 +6,7 @@ updated through a contiguous copy, which is written back after its last span.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +47,32 @@ class StepWork:
     binding: Binding
     participants: Mapping[int, Participant]
     hypers: list[Hyper]
-    new: set[int]
     scratch: Scratch
     grad_scale: Tensor | None
+    steps: dict[int, Tensor]  # what the step counts will be
+    new: frozenset[int]  # those that have no state yet
     finished: set[int] = field(default_factory=set)
     _flat: dict[int, _Flat] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        binding: Binding,
+        participants: Mapping[int, Participant],
+        groups: Sequence[Mapping[str, Any]],
+        scratch: Scratch,
+        grad_scale: Tensor | None,
+    ) -> StepWork:
+        """Prepare a step; changes nothing."""
+        hypers = [_hyper_of(group) for group in groups]
+        new = frozenset(participants.keys() - binding.steps.keys())
+        return cls(binding, participants, hypers, scratch, grad_scale, _advanced(binding, participants), new)
+
+    def count(self) -> None:
+        """Count the step, which is done, in every participant."""
+        for position in self.new:
+            self.binding.steps[position] = torch.tensor(0.0)
+        torch._foreach_copy_([self.binding.steps[position] for position in self.steps], list(self.steps.values()))
 
     def takes_part(self, chunk: Chunk) -> bool:
         """Whether any parameter in the chunk has a gradient."""
@@ -94,7 +115,7 @@ class StepWork:
             part("exp_avg_sq"),
             part("max_exp_avg_sq") if "max_exp_avg_sq" in fields else None,
             part("master") if "master" in fields else None,
-            self.binding.steps[span.parameter],
+            self.steps[span.parameter],
             span.parameter in self.new,
         )
         return [piece] * self.participants[span.parameter].times
@@ -139,13 +160,15 @@ def _resolved(gradient: Tensor) -> Tensor:
     return gradient.resolve_conj() if gradient.is_complex() else gradient
 
 
-def advance(binding: Binding, participants: Mapping[int, Participant], *, sign: int) -> None:
-    """Count the step in every participant, once for each time it occurs in its group, as torch does."""
-    steps = [binding.steps[position] for position in participants]
-    torch._foreach_add_(steps, [float(sign * participant.times) for participant in participants.values()])
+def _advanced(binding: Binding, participants: Mapping[int, Participant]) -> dict[int, Tensor]:
+    """Step counts one step on, once for each time a parameter occurs in its group, as torch does; a copy."""
+    fresh = torch.tensor(0.0)
+    counts = torch.stack([binding.steps.get(position, fresh) for position in participants])
+    counts += torch.tensor([float(participant.times) for participant in participants.values()])
+    return dict(zip(participants, counts.unbind(), strict=True))
 
 
-def hyper_of(group: Mapping[str, Any]) -> Hyper:
+def _hyper_of(group: Mapping[str, Any]) -> Hyper:
     beta1, beta2 = group["betas"]
     return Hyper(
         float(group["lr"]),
