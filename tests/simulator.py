@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.fakes import POISON, PoisoningDevice
 from tierstore.arena import Extent
-from tierstore.device import Event, HostDevice
+from tierstore.device import Event
 from tierstore.errors import CapacityError, TierstoreError, TransferCancelledError, TransferError
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup
@@ -25,14 +26,6 @@ from tierstore.tiers import MemoryTier, Tier
 from tierstore.transfer import Ticket, TransferEngine
 
 RECORD_BYTES = 4096
-POISON = 0xFF
-
-
-class PoisoningDevice(HostDevice):
-    """Host memory whose freed extents hold garbage."""
-
-    def discard(self, extent: Tensor) -> None:
-        extent.fill_(POISON)
 
 
 @dataclass(eq=False)
