@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tierstore.device import Device
-from tierstore.errors import CapacityError, InvariantError, LeaseError
+from tierstore.errors import CapacityError, InvariantError, LeaseError, TransferTimeoutError
 from tierstore.growth import SLABS_PER_TIER, grow_to_fit
 from tierstore.pieces import Kind, Piece, Shelf
 from tierstore.placement import Asked, Need
@@ -140,7 +140,7 @@ class PieceStore(ChunkStore):
     def _sweep(self) -> None:
         """Remove chunks without a piece; one whose move does not end is left for the next time."""
         for chunk in sorted(self._abandoned):
-            with contextlib.suppress(LeaseError):
+            with contextlib.suppress(LeaseError, TransferTimeoutError):
                 self.remove_chunk(chunk)
                 self._abandoned.discard(chunk)
 

@@ -23,7 +23,6 @@ from tierstore.errors import (
     ForkedStoreError,
     LeaseError,
     StoreClosedError,
-    TransferError,
     WrongThreadError,
 )
 from tierstore.growth import SLABS_PER_TIER
@@ -94,8 +93,7 @@ class ChunkStore:
         with self._entered():
             if self._ledger.is_leased(chunk):
                 raise LeaseError(f"{self._describe(chunk)} is leased and cannot be deleted")
-            with contextlib.suppress(TransferError):  # a move that failed leaves the source, which goes now too
-                self._traffic.wait_for(chunk)
+            self._traffic.wait_until_over(chunk)  # a move that failed leaves the source, which goes now too
             place = self._ledger.remove(chunk)
             del self._infos[chunk]
             last_use = self._traffic.last_use.pop(chunk, None)

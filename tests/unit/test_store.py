@@ -128,11 +128,30 @@ def test_a_put_that_cannot_make_room_keeps_the_old_value(store: TieredStore, eng
             attempt()
         store.check()
         assert store.names() == ["0", "1", "2", "3"]
-    assert_holds(store)
     engine.heal()
+    with contextlib.suppress(TransferError):
+        store.wait()
+    assert_holds(store)
     store.put("1", value_of(1))
     store.put("4", value_of(4))
     assert_holds(store, 5)
+
+
+def test_deleting_a_tensor_keeps_the_error_of_another(store: TieredStore, engine: FaultyEngine) -> None:
+    """Deletion waits for the chunk's own move, and hears of others meanwhile."""
+    fill(store)
+    engine.hold()
+    engine.fail(kind=Kind.WRITE)
+    store.evict(["0", "1"])
+    engine.wait_until_held()
+    deleting = threading.Thread(target=lambda: store.delete("1"))
+    deleting.start()
+    engine.release()
+    deleting.join()
+    with pytest.raises(TransferError, match=r"\('0'\)"):
+        store.get("2")
+    assert store.names() == ["0", "2", "3"]
+    assert torch.equal(store.get("0"), value_of(0))
 
 
 @pytest.mark.parametrize("nth", range(1, 12))
