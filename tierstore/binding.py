@@ -7,6 +7,7 @@ It reads and writes state by chunk, never by copying more than one record at a t
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,6 @@ class Binding:
         blueprint = draw(self.members, groups, policy, parts)
         self.policy = policy
         self.plant = blueprint.plant
-        self.plant.tell_what_is_missing()
         self.layout = blueprint.layout
         setup = self.plant.build(blueprint.rooms(), blueprint.chunk_bytes)
         layout, members = self.layout, self.members
@@ -159,6 +159,18 @@ class Binding:
         except BaseException:
             self.store.close()
             raise
+
+    def tell_what_is_missing(self) -> None:
+        """Warn of a gpu tier without an accelerator, and of placement rules that match no parameter."""
+        self.plant.tell_what_is_missing()
+        for number, rule in enumerate(self.policy.placement):
+            if not any(rule.matches(member.name) for member in self.members):
+                warnings.warn(
+                    f"tierstore: placement.{number}.params: {rule.params!r} matches no parameter; there are "
+                    f"{self.names_of(range(len(self.members)))} (named_parameters() gives them their own names)",
+                    UserWarning,
+                    stacklevel=2,
+                )
 
     def is_current(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> bool:
         """Whether the parameters in `groups` are still those bound, and all that need it have room for state."""

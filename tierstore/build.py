@@ -142,6 +142,7 @@ class Plant:
                 if isinstance(tiers[name], FileTier):
                     _check_disk(tiers[name], room.extents * extent_bytes)
                 tiers[name].grow(room.extents, slab_extents=slabs[name])
+            transfer = self.parts.open_transfer(engine, self.gpu)
             undo.pop_all()
         self._tell(rooms, extent_bytes)
         return Setup(
@@ -149,7 +150,7 @@ class Plant:
             homes=frozenset(name for name, room in rooms.items() if room.homes and name in tiers),
             order=self.order,
             slab_extents=slabs,
-            transfer=self.parts.open_transfer(engine, self.gpu),
+            transfer=transfer,
             io=_io_stats(engine, tiers.get("nvme")),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
         )

@@ -46,6 +46,7 @@ class _Held:
     pending: dict[Tensor, Mapping[str, Any]] | None = None
     scratch: Scratch = field(default_factory=Scratch)
     is_reversed: bool = False
+    has_told: bool = False  # what of the policy does not come to bear: once is enough
     is_closed: bool = False
 
 
@@ -204,6 +205,9 @@ class TieredAdamW(torch.optim.AdamW):
                 self.param_groups, held.policy, self.parts, with_state=[*with_state, *(held.pending or ())]
             )
             held.handed = Handed(held.binding)
+            if not held.has_told:
+                held.binding.tell_what_is_missing()
+                held.has_told = True
         if held.pending is not None:
             self._load(held.binding, held.handed, held.pending)
             held.pending = None  # not before all is written: a load that fails is made again by the next call

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,10 +77,14 @@ class Results:
 
 
 def _map_reserved(folder: Path, nbytes: int) -> memoryview:
-    """Map `nbytes` of a new unnamed file; the mapping keeps the file, so the descriptor can go."""
+    """Map `nbytes` of a new unnamed file. The mapping keeps the file; no descriptor stays open for it."""
     file = SwapFile(folder, direct=False)
     try:
-        offset = file.grow(nbytes)
-        return memoryview(mmap.mmap(file.fd, nbytes, offset=offset))
+        file.grow(nbytes)
+        link = f"/proc/self/fd/{file.fd}"
+        if os.path.exists(link):
+            array: Any = torch.from_file(link, shared=True, size=nbytes, dtype=torch.uint8).numpy()
+            return memoryview(array)
+        return memoryview(mmap.mmap(file.fd, nbytes))  # keeps a descriptor of its own
     finally:
         file.close()

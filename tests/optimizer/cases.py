@@ -331,24 +331,24 @@ def least_chunk_bytes(groups: Sequence[dict[str, Any]]) -> int:
 
 
 def fitted(groups: Sequence[dict[str, Any]], policy: dict[str, Any]) -> TieredAdamW:
-    """Construct; where a capacity is too small raise it to what the error says is enough, which then must be."""
-    raised: set[str] = set()
-    while True:
+    """Construct; where capacities are too small raise them to what the error says is enough, which then must be."""
+    for _ in range(4):
         try:
             return TieredAdamW(groups, policy=policy)
         except CapacityError as error:
             story = str(error)
-        tier, enough = what_is_enough(story)
-        assert tier not in raised or policy["chunk_size"] == "auto", f"what was said to be enough is not: {story}"
-        raised.add(tier)
-        policy["tiers"].setdefault(tier, {})["capacity"] = enough
+        raise_capacities(policy, story)
+        if policy["chunk_size"] != "auto":  # else it grows with the capacities
+            break
+    return TieredAdamW(groups, policy=policy)
 
 
-def what_is_enough(story: str) -> tuple[str, int]:
-    """Read the tier and the bytes out of a CapacityError."""
-    found = re.search(r"raise tiers\.(\w+)\.capacity to at least ([\d,]+) bytes", story)
-    assert found is not None, f"no number to raise in: {story}"
-    return found[1], int(found[2].replace(",", ""))
+def raise_capacities(policy: dict[str, Any], story: str) -> None:
+    """Give the tiers of a policy the capacities that a CapacityError asks for."""
+    found = re.findall(r"tiers\.(\w+)\.capacity to at least ([\d,]+) bytes", story.split(": raise ")[-1])
+    assert found, f"no number to raise in: {story}"
+    for tier, enough in found:
+        policy["tiers"].setdefault(tier, {})["capacity"] = int(enough.replace(",", ""))
 
 
 @dataclass
