@@ -90,6 +90,13 @@ def sharded_like(parameter: Tensor, values: Tensor) -> Tensor:
     return sharded
 
 
+def may_still_be_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP may yet replace the parameter by a shard: it is whole, and there are other ranks."""
+    if hasattr(parameter, "_local_tensor") or not torch.distributed.is_available():
+        return False
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
 def needs_state(parameter: Tensor) -> bool:
     """Whether a step may update the parameter."""
     return parameter.requires_grad or parameter.grad is not None

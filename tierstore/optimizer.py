@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # what torch's optimizers use; torch.compiler.disable imports all of dynamo
 
-from tierstore.binding import Binding, draw, local_of, survey
+from tierstore.binding import Binding, draw, local_of, may_still_be_sharded, survey
 from tierstore.build import Parts
 from tierstore.device import is_capturing, may_still_move_to_accelerator
-from tierstore.errors import FailedStepError, PolicyError, StoreClosedError
+from tierstore.errors import FailedStepError, LeaseError, PolicyError, StoreClosedError
 from tierstore.kernels import Scratch
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
@@ -106,12 +106,12 @@ class TieredAdamW(torch.optim.AdamW):
         self._held = _Held(policy)
 
     def check_fits(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> None:
-        """Find out before training whether all state will find room; later, for parameters that may still move.
+        """Find out before training whether all state will find room; later, for parameters that may still change.
 
         Raises CapacityError or PolicyError. `with_state`: parameters that have state, frozen or not.
         """
         members = survey(groups, with_state)
-        if not any(may_still_move_to_accelerator(local_of(member.parameter).device) for member in members):
+        if not any(_may_still_change(member.parameter) for member in members):
             draw(members, groups, self._held.policy, self.parts).rooms()
 
     # -- stepping -----------------------------------------------------------------------------------------------
@@ -239,6 +239,11 @@ class TieredAdamW(torch.optim.AdamW):
             return
         if held.pending is None and held.binding.store.broken_off is not None:
             raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
+        if names := held.binding.store.names():
+            raise LeaseError(
+                f"the parameters changed, so the store must be made anew, but it holds {len(names)} tensors put there by "
+                f"name ({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore of their own"
+            )
         states = held.pending
         if states is None and held.binding.steps:
             states = carried(held.binding, materialise(held.binding, held.handed), self.param_groups)
@@ -369,6 +374,11 @@ class TieredAdamW(torch.optim.AdamW):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _may_still_change(parameter: Tensor) -> bool:
+    """Whether a framework may yet move the parameter or cut it, so that it is too early to count its bytes."""
+    return may_still_move_to_accelerator(local_of(parameter).device) or may_still_be_sharded(parameter)
 
 
 def _refuse_what_cannot_be_honoured(options: Mapping[str, Any]) -> None:
