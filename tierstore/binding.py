@@ -7,6 +7,7 @@ It reads and writes state by chunk, never by copying more than one record at a t
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from tierstore.build import Parts, Plant, plan_plant
 from tierstore.device import map_host_memory
-from tierstore.errors import PolicyError
+from tierstore.errors import PolicyError, TransferError
 from tierstore.kernels import self_test
 from tierstore.layout import (
     Chunk,
@@ -152,6 +153,7 @@ class Binding:
         self.policy = policy
         self.plant = blueprint.plant
         self.layout = blueprint.layout
+        self._infos = blueprint.infos
         setup = self.plant.build(blueprint.rooms(), blueprint.chunk_bytes)
         layout, members = self.layout, self.members
         self.store = TieredStore.over(setup, describe=lambda chunk: _describe(layout.chunks[chunk], members))
@@ -245,6 +247,16 @@ class Binding:
         if chunks:
             self.store.run(list(chunks), (), scatter, is_step=False)
         self.plant.finish()
+
+    def discard(self) -> None:
+        """Make all state fresh, reading none of it; what went wrong with it no longer matters."""
+        self.steps.clear()
+        for number in self._infos:
+            self.store.remove_chunk(number)
+        with contextlib.suppress(TransferError):  # of moves of chunks that are gone
+            self.store.wait()
+        self.store.forgive()
+        self.store.add_chunks(self._infos)
 
     def _in_order(self, position: int, value: Tensor) -> Tensor:
         local = local_of(value)

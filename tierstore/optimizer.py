@@ -252,11 +252,10 @@ class TieredAdamW(torch.optim.AdamW):
         held.binding, held.handed, held.pending = None, None, states
 
     def _load(self, binding: Binding, handed: Handed, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Replace all state."""
+        """Replace all state, without a look at the old: its files may be why this is done."""
         check_states(self.param_groups, states)
-        binding.store.forgive()
         handed.forget()
-        binding.steps.clear()
+        binding.discard()
         by_position = {binding.position[id(parameter)]: state for parameter, state in states.items() if state}
         write_state(binding, handed, by_position, is_whole=True)
 
