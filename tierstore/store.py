@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tierstore.errors import (
+    CapacityError,
     FailedStepError,
     ForkedStoreError,
     LeaseError,
@@ -205,7 +206,8 @@ class ChunkStore:
     def resize_tier(self, name: str, extents: int) -> None:
         """Make a tier `extents` large; smaller means emptying its last slabs first, and going down by whole slabs only.
 
-        Raises CapacityError, with the size as it was, if homes and pipelines would not fit.
+        Raises CapacityError, with the size as it was, if homes and pipelines would not fit. If a chunk that should move
+        to a new home cannot, all homes stay as they were, and its error is raised.
         """
         with self._entered():
             self.wait()
@@ -217,7 +219,7 @@ class ChunkStore:
             tier.grow(max(0, extents - before), slab_extents=slab)
             try:
                 self._rehome(homes)
-            except BaseException:
+            except CapacityError:  # nothing has moved
                 self._shrink(tier, before)
                 raise
             self._shrink(tier, extents)

@@ -1,8 +1,8 @@
 """Issues and commits single moves: where the ledger, the arenas, the flights and the transfers of one store meet.
 
-Every change to them is made here, on the thread that called the store. A move is begun with its extent taken or claimed;
-`settle` commits what has landed and rolls back what has failed. A failed move leaves the chunk where it was; its error
-is kept until `raise_errors`.
+Every change to them is made here, on the thread that called the store. A move is begun with its extent taken or
+claimed; `settle` commits what has landed and rolls back what has failed. A failed move leaves the chunk where it was;
+its error is kept until `raise_errors`.
 """
 
 from __future__ import annotations
@@ -121,10 +121,11 @@ class Traffic:
             self._conclude_next(chunk)
 
     def wait_for_all(self) -> None:
-        """Block until nothing is under way. Raises the error of a move that failed."""
+        """Block until nothing is under way. Raises the errors of moves that failed."""
         for chunk in self._flights.chunks():
-            self.wait_for(chunk)
+            self.wait_until_over(chunk)
         self.drain(wait=True)
+        self.raise_errors()
 
     def make(self, chunk: int) -> bool:
         """Give a chunk without bytes the extent kept for it, once whoever is leaving it has left.
@@ -213,8 +214,8 @@ class Traffic:
         if not isinstance(error, TransferError):
             return error
         text = (
-            f"moving {self.describe(chunk)} from {source.tier} to {destination.tier} failed; nothing is lost, its copy in "
-            f"{source.tier} is still the valid one: {error.strerror or error}"
+            f"moving {self.describe(chunk)} from {source.tier} to {destination.tier} failed; nothing is lost, its copy "
+            f"in {source.tier} is still the valid one: {error.strerror or error}"
         )
         explained = type(error)(error.errno, text, error.filename)
         explained.__cause__ = error
@@ -242,12 +243,18 @@ class Traffic:
             homes = sum(self.ledger.home(chunk) == name for chunk in self.ledger)
             if homes > tier.arena.capacity:
                 raise InvariantError(f"tier {name} is home to {homes} chunks but has {tier.arena.capacity} extents")
-        for chunk in self.ledger:
-            self._check_hops(chunk)
+        self._check_hops()
 
-    def _check_hops(self, chunk: int) -> None:
-        place = self.ledger.where(chunk)
-        begun = place.destinations if isinstance(place, Moving) else ()
-        hops = tuple(one.destination for one in self._flights if one.chunk == chunk and one.source is not None)
-        if hops != begun:
-            raise InvariantError(f"{self.describe(chunk)}: the ledger has begun {begun}, under way are {hops}")
+    def _check_hops(self) -> None:
+        """The hops that the ledger has begun are those under way, chunk by chunk."""
+        under_way: dict[int, tuple[Resident, ...]] = {}
+        for flight in self._flights:
+            if flight.source is not None:
+                under_way[flight.chunk] = (*under_way.get(flight.chunk, ()), flight.destination)
+        for chunk in self.ledger:
+            place, hops = self.ledger.where(chunk), under_way.pop(chunk, ())
+            begun = place.destinations if isinstance(place, Moving) else ()
+            if hops != begun:
+                raise InvariantError(f"{self.describe(chunk)}: the ledger has begun {begun}, under way are {hops}")
+        if under_way:
+            raise InvariantError(f"chunks that are not in the ledger are under way: {under_way}")

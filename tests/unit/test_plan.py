@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 import pytest
 
-from tests.simulator import RandomLife
-from tierstore.errors import CapacityError
+from tests.simulator import RandomLife, Simulation
+from tierstore.errors import CapacityError, TransferError
 from tierstore.placement import ENOUGH_EXTENTS, Need, pipeline_needs, spread
 from tierstore.plan import (
     TRANSIT_EXTENTS,
@@ -26,6 +27,7 @@ from tierstore.plan import (
     plan_homes,
     plan_step,
 )
+from tierstore.transfer import Ticket
 
 LINE = ("gpu", "cpu", "nvme")
 
@@ -370,6 +372,79 @@ def test_failed_moves_lose_no_byte_and_no_extent(block: int) -> None:
     seen = live(range(1000 + block * 20, 1000 + block * 20 + 20), failure_rate=0.05)
     assert seen["steps"] > 80
     assert seen["failures"] > 0
+
+
+def small_store(homes: str, *, fails: Callable[[Ticket], bool] = lambda _: False, **capacity: int) -> Simulation:
+    """A store with chunks used in cpu whose homes are told by letter, each of them used once."""
+    names = {"c": "cpu", "n": "nvme", "?": None}
+    simulation = Simulation(capacity, "fixed", seed=1, fails=fails)
+    simulation.add(["cpu"] * len(homes), [names[letter] for letter in homes])
+    simulation.step(range(len(homes)), range(len(homes)))
+    simulation.settle()
+    return simulation
+
+
+def arrangement(simulation: Simulation) -> tuple[str, dict[str, int]]:
+    simulation.store.check()
+    simulation.verify()
+    homes = "".join(simulation.store.home_of(chunk)[0] for chunk in simulation.expected)
+    return homes, {name: tier.arena.capacity for name, tier in simulation.store.setup.tiers.items()}
+
+
+def test_a_larger_tier_becomes_home_to_more_chunks_which_move_there_first() -> None:
+    simulation = small_store("????????", cpu=4, nvme=8)
+    simulation.store.send_home(range(8))
+    simulation.store.resize_tier("cpu", 7)
+    assert arrangement(simulation) == ("nncncncc", {"cpu": 7, "nvme": 8})
+    assert [simulation.store.tier_of(chunk) for chunk in (2, 4, 6, 7)] == ["cpu"] * 4
+
+
+def test_homes_stay_as_they_were_when_a_chunk_cannot_move_to_its_new_one() -> None:
+    """The room is there, and the chunks that did come up are guests like others."""
+    failing: set[tuple[str, str]] = set()
+    simulation = small_store("????????", cpu=4, nvme=8, fails=lambda ticket: ticket.route in failing)
+    simulation.store.send_home(range(8))
+    simulation.settle()
+    failing.add(("nvme", "cpu"))
+    with pytest.raises(TransferError, match="moving chunk"):
+        simulation.store.resize_tier("cpu", 7)
+    assert arrangement(simulation) == ("nnnnnnnc", {"cpu": 7, "nvme": 8})
+    failing.clear()
+    simulation.step(range(8), range(8))
+
+
+def test_a_tier_that_homes_would_not_fit_keeps_its_size() -> None:
+    simulation = small_store("ccnn?", cpu=6, nvme=4)
+    before = arrangement(simulation)
+    with pytest.raises(CapacityError, match=r"tiers\.cpu\.capacity to at least 20,480 bytes"):
+        simulation.store.resize_tier("cpu", 4)
+    assert arrangement(simulation) == before
+
+
+def test_a_tier_grown_in_vain_shrinks_again() -> None:
+    """Chunks that should live on the larger device cannot come up through a tier that is full of leased ones."""
+    simulation = Simulation({"gpu": 3, "cpu": 3, "nvme": 12}, "alternating", seed=1)
+    simulation.add([*["gpu"] * 8, *["cpu"] * 3])
+    simulation.step(range(11), range(10, -1, -1))
+    before = arrangement(simulation)
+    with contextlib.ExitStack() as held:
+        for chunk in (8, 9, 10):
+            held.enter_context(simulation.lease(chunk))
+        with pytest.raises(CapacityError, match="cannot enter tier cpu"):
+            simulation.store.resize_tier("gpu", 8)
+    assert arrangement(simulation) == before
+    simulation.store.resize_tier("gpu", 8)
+    assert arrangement(simulation)[0] == "gggggggg" + "nnn"
+
+
+def test_a_tier_can_be_resized_to_nothing_and_back() -> None:
+    simulation = Simulation({"gpu": 4, "cpu": 8}, "alternating", seed=1)
+    simulation.add(["cpu"] * 8)
+    simulation.step(range(8), range(7, -1, -1))
+    simulation.store.resize_tier("gpu", 0)
+    assert arrangement(simulation)[1] == {"gpu": 0, "cpu": 8}
+    simulation.store.resize_tier("gpu", 3)
+    simulation.step(range(7, -1, -1), range(8))
 
 
 @pytest.mark.long
