@@ -1,6 +1,6 @@
 """A store whose transfers end in a random order, all on one thread: what the planner and the books are tested in.
 
-Every tier is host memory, so that the bytes can be looked at; a transfer really copies them, but only when chance picks
+Every tier is memory, so that the bytes can be looked at; a transfer really copies them, but only when chance picks
 it among those whose predecessors have ended. Extents are poisoned when freed and at the start of a copy into them.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.fakes import POISON, PoisoningDevice
-from tierstore.arena import Extent
+from tierstore.arena import Arena, Extent
 from tierstore.device import Event
 from tierstore.errors import CapacityError, TierstoreError, TransferCancelledError, TransferError
 from tierstore.stats import IoStats
@@ -25,6 +25,31 @@ from tierstore.tiers import MemoryTier, Tier
 from tierstore.transfer import Ticket, TransferEngine
 
 RECORD_BYTES = 4096
+
+
+class DistantTier(Tier):
+    """Memory that behaves as swap files do: extents dealt out over slabs, no kernels, no move from it to itself."""
+
+    def __init__(self, name: str, extent_bytes: int) -> None:
+        super().__init__(name, Arena(name, extent_bytes, spread=True))
+        self._slabs: list[Tensor] = []
+
+    def bytes_at(self, extent: Extent, nbytes: int) -> Tensor:
+        """View the first `nbytes` of an extent."""
+        return self._slabs[extent.slab][extent.offset : extent.offset + nbytes]
+
+    def release(self, extent: Extent) -> None:
+        self.bytes_at(extent, extent.length).fill_(POISON)
+        super().release(extent)
+
+    def close(self) -> None:
+        self._slabs.clear()
+
+    def _reserve(self, nbytes: int) -> None:
+        self._slabs.append(torch.full((nbytes,), POISON, dtype=torch.uint8))
+
+    def _give_back(self, nbytes: int) -> None:
+        assert self._slabs.pop().numel() == nbytes
 
 
 @dataclass(eq=False)
@@ -54,12 +79,21 @@ class RandomTransfer(TransferEngine):
         ready: Event | None = None,
     ) -> Ticket:
         (one, extent), (other, place) = source, destination
-        assert isinstance(one, MemoryTier) and isinstance(other, MemoryTier)
+        assert isinstance(one, MemoryTier | DistantTier) and isinstance(other, MemoryTier | DistantTier)
+        assert isinstance(one, MemoryTier) or isinstance(other, MemoryTier)
         ticket = Ticket((one.name, other.name), nbytes)
         ticket.when_done(self._ended.put)
         self._jobs.append(_Job(ticket, one.bytes_at(extent, nbytes), other.bytes_at(place, nbytes), tuple(after)))
         while self._jobs and self._chance.random() < 0.3:
             self._end_one()
+        return ticket
+
+    def read_out(self, source: tuple[Tier, Extent], into: Tensor, *, ready: Event | None = None) -> Ticket:
+        tier, extent = source
+        assert isinstance(tier, MemoryTier | DistantTier)
+        into.copy_(tier.bytes_at(extent, into.numel()))
+        ticket = Ticket((tier.name, "host"), into.numel())
+        ticket.resolve(None)
         return ticket
 
     def next_ended(self, *, wait: bool, timeout: float | None = None) -> Ticket | None:
@@ -108,7 +142,11 @@ class Simulation:
         self.computes: dict[int, str] = {}
         self.leased: Counter[int] = Counter()
         self._next_number = 0
-        tiers = {name: MemoryTier(name, PoisoningDevice(), RECORD_BYTES) for name in self.capacity}
+        tiers: dict[str, Tier] = {
+            name: MemoryTier(name, PoisoningDevice(), RECORD_BYTES) for name in self.capacity if name != "nvme"
+        }
+        if "nvme" in self.capacity:
+            tiers["nvme"] = DistantTier("nvme", RECORD_BYTES)
         slabs = {name: max(1, extents // 4) for name, extents in self.capacity.items()}
         for name, extents in self.capacity.items():
             tiers[name].grow(extents, slab_extents=slabs[name])
