@@ -1,22 +1,23 @@
 """Every error tierstore raises on purpose. Nothing else is raised for a condition a user can meet.
 
-    TierstoreError
-    +-- PolicyError (ValueError)            a setting is wrong: names the file, the key's path, what was found
-    +-- StateDictError (ValueError)         state to be loaded does not fit these parameters
-    +-- CapacityError (RuntimeError)        a tier has too little room: names the numbers and the setting to raise
-    +-- SwapError (OSError)                 a swap folder or file cannot be used; `errno` and `filename` are set
-    |   +-- DiskFullError                   the bytes to reserve are not free; the disk is left as it was
-    |   +-- TransferError                   a read or a write of a chunk failed, its source is still valid
-    |       +-- TransferTimeoutError        it took longer than io.timeout
-    +-- TransferCancelledError              a transfer never began, because one it had to follow failed
-    +-- AlignmentError (ValueError)         a direct request whose address, offset or length is not a multiple of 4096
-    +-- EngineUnavailableError (ImportError)  the engine asked for cannot run on this machine
-    +-- StoreClosedError (RuntimeError)     use after close()
-    |   +-- ForkedStoreError                use in a child process of the one that made the store
-    +-- WrongThreadError (RuntimeError)     use from a second thread while the first one is inside
-    +-- FailedStepError (RuntimeError)      a step broke off half-way; the store refuses more until state is loaded
-    +-- LeaseError (RuntimeError)           a chunk that is leased would have to move, or a lease was misused
-    +-- InvariantError (AssertionError)     store.check() found the store inconsistent: a fault of tierstore's own
+TierstoreError
++-- PolicyError (ValueError)            a setting is wrong: names the file, the key's path, what was found
++-- StateDictError (ValueError)         state to be loaded does not fit these parameters
++-- CapacityError (RuntimeError)        a tier has too little room: names the numbers and the setting to raise
++-- SwapError (OSError)                 a swap folder or file cannot be used; `errno` and `filename` are set
+|   +-- DiskFullError                   the bytes to reserve are not free; the disk is left as it was
+|   +-- TransferError                   a read or a write of a chunk failed, its source is still valid
+|       +-- TransferTimeoutError        it took longer than io.timeout
++-- TransferCancelledError              a transfer never began, because one it had to follow failed
++-- AlignmentError (ValueError)         a direct request whose address, offset or length is not a multiple of 4096
++-- EngineUnavailableError (ImportError)  the engine asked for cannot run on this machine
++-- StoreClosedError (RuntimeError)     use after close()
+|   +-- ForkedStoreError                use in a child process of the one that made the store
++-- BusyStoreError (RuntimeError)       use in the middle of a run, on the thread that runs
+|   +-- WrongThreadError                use from a second thread while the first one is inside
++-- FailedStepError (RuntimeError)      a step broke off half-way; the store refuses more until state is loaded
++-- LeaseError (RuntimeError)           a chunk that is leased would have to move, or a lease was misused
++-- InvariantError (AssertionError)     store.check() found the store inconsistent: a fault of tierstore's own
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ class ForkedStoreError(StoreClosedError):
     """The store belongs to the parent of this process."""
 
 
-class WrongThreadError(TierstoreError, RuntimeError):
+class BusyStoreError(TierstoreError, RuntimeError):
+    """The store was called while it was in the middle of something."""
+
+
+class WrongThreadError(BusyStoreError):
     """A second thread called the store while another one was inside."""
 
 

@@ -9,8 +9,10 @@ a scheduler or a framework may do to a `torch.optim.AdamW` works here too; `stat
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -22,6 +24,7 @@ from tierstore.binding import Binding, draw, local_of, may_still_be_sharded, sur
 from tierstore.build import Parts
 from tierstore.device import is_capturing, may_still_move_to_accelerator
 from tierstore.errors import FailedStepError, LeaseError, PolicyError, StoreClosedError
+from tierstore.guard import alone
 from tierstore.kernels import Scratch
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
@@ -45,6 +48,7 @@ class _Held:
     handed: Handed | None = None
     pending: dict[Tensor, Mapping[str, Any]] | None = None
     scratch: Scratch = field(default_factory=Scratch)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     is_reversed: bool = False
     has_told: bool = False  # what of the policy does not come to bear: once is enough
     is_closed: bool = False
@@ -60,8 +64,8 @@ class TieredAdamW(torch.optim.AdamW):
 
     A parameter group may carry `tier`, the tier its state lives in. The numbers are those of torch's fused AdamW for
     float32 parameters to the last bit, wherever the state lies; bfloat16 and float16 parameters are updated through a
-    float32 master. Raises what torch.optim.AdamW raises, PolicyError for a wrong policy, CapacityError if state does
-    not fit. Memory and files are reserved at the first step, load or use of `store`, and given back by `close()`.
+    float32 master. Raises what torch.optim.AdamW raises, PolicyError for a wrong policy, CapacityError, SwapError or
+    DiskFullError if its tiers cannot hold the state. Memory and files are reserved at the first step, load or use of `store`, and given back by `close()`.
     """
 
     parts: ClassVar[Parts] = Parts()
@@ -108,11 +112,13 @@ class TieredAdamW(torch.optim.AdamW):
     def check_fits(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> None:
         """Find out before training whether all state will find room; later, for parameters that may still change.
 
-        Raises CapacityError or PolicyError. `with_state`: parameters that have state, frozen or not.
+        Raises CapacityError or PolicyError; before anything is bound, SwapError or DiskFullError too. `with_state`:
+        parameters that have state, frozen or not.
         """
         members = survey(groups, with_state)
         if not any(_may_still_change(member.parameter) for member in members):
-            draw(members, groups, self._held.policy, self.parts).rooms()
+            blueprint = draw(members, groups, self._held.policy, self.parts)
+            blueprint.check_fits(is_first=self._held.binding is None)
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -131,13 +137,19 @@ class TieredAdamW(torch.optim.AdamW):
                 loss = closure()
         if is_capturing():
             raise RuntimeError("TieredAdamW.step() reads and writes files: it cannot be captured in a CUDA graph")
-        gradients = self._gradients()
-        if gradients and not self._is_skipped():
-            binding, handed = self.bound()
-            handed.absorb()
-            self._update({binding.position[id(p)]: Participant.of(p, times) for p, times in gradients.items()}, binding)
-            handed.forget()
+        with self._alone():
+            gradients = self._gradients()
+            if gradients and not self._is_skipped():
+                self._step(gradients)
         return loss
+
+    def _step(self, gradients: Counter[Tensor]) -> None:
+        binding, handed = self.bound()
+        handed.absorb()
+        try:
+            self._update({binding.position[id(p)]: Participant.of(p, times) for p, times in gradients.items()}, binding)
+        finally:
+            handed.forget()  # if the step broke off, what was handed out is no longer what the store holds
 
     def _gradients(self) -> Counter[Tensor]:
         """The parameters that have gradients, and how often each occurs in its group."""
@@ -165,8 +177,7 @@ class TieredAdamW(torch.optim.AdamW):
         order = [number for number in chunks if work.takes_part(binding.layout.chunks[number])]
         upcoming = chunks[::-1] if binding.plant.order == "alternating" else chunks
         try:
-            binding.store.run(order, upcoming, work.use)
-            binding.plant.finish()
+            binding.store.run(order, upcoming, work.use, finish=binding.plant.finish)
         except BaseException as error:
             self._tell_failure(binding, work, error)
             raise
@@ -196,6 +207,10 @@ class TieredAdamW(torch.optim.AdamW):
 
         `with_state`: parameters that must have room for state, even if they are frozen.
         """
+        with self._alone():
+            return self._bound(with_state)
+
+    def _bound(self, with_state: Collection[object]) -> tuple[Binding, Handed]:
         self._refuse_if_closed()
         held = self._held
         covered = [*with_state, *(held.pending or ())]
@@ -241,8 +256,8 @@ class TieredAdamW(torch.optim.AdamW):
             raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
         if names := held.binding.store.names():
             raise LeaseError(
-                f"the parameters changed, so the store must be made anew, but it holds {len(names)} tensors put there by "
-                f"name ({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore of their own"
+                f"the parameters changed, so the store must be made anew, but {len(names)} tensors were put there by name "
+                f"({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore of their own"
             )
         states = held.pending
         if states is None and held.binding.steps:
@@ -299,28 +314,31 @@ class TieredAdamW(torch.optim.AdamW):
         The tensors are copies, unaffected by later steps. State larger than the policy grants in memory is returned as
         mappings of an unnamed file in the swap folder.
         """
-        handle = self.register_state_dict_post_hook(materialise_entries, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
+        with self._alone():
+            handle = self.register_state_dict_post_hook(materialise_entries, prepend=True)
+            try:
+                return super().state_dict()
+            finally:
+                handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or torch.optim.AdamW saved; state stays in its tiers and its dtype.
 
         Raises ValueError or StateDictError, with the optimizer unchanged, for state of another optimizer or model.
         """
-        handle = self.register_load_state_dict_pre_hook(check_and_wrap)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        if self._held.pending or self._held.binding is not None:
-            self.bound()  # but do not reserve room for nothing: accelerate loads empty state, then FSDP shards
+        with self._alone():
+            handle = self.register_load_state_dict_pre_hook(check_and_wrap)
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                handle.remove()
+            if self._held.pending or self._held.binding is not None:
+                self.bound()  # but do not reserve room for nothing: accelerate loads empty state, then FSDP shards
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group may carry `tier`, one of gpu, cpu and nvme."""
-        _refuse_what_cannot_be_honoured(param_group)
+        if isinstance(param_group, dict):  # else torch says what is wrong
+            _refuse_what_cannot_be_honoured(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -362,11 +380,16 @@ class TieredAdamW(torch.optim.AdamW):
 
     def close(self) -> None:
         """Give back memory, files and threads; the state is gone. Idempotent."""
-        self._held.is_closed = True
-        self._held.handed = None
-        self._held.pending = None
-        if self._held.binding is not None:
-            self._held.binding.close()
+        with self._alone():
+            self._held.is_closed = True
+            self._held.handed = None
+            self._held.pending = None
+            if self._held.binding is not None:
+                self._held.binding.close()
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Be the only thread inside, with signals deferred: nothing here is ever left half done by one."""
+        return alone(self._held.lock, "the optimizer")
 
     def __enter__(self) -> Self:
         return self

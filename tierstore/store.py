@@ -8,28 +8,20 @@ closes the store to further runs until `forgive`; reading works on.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from tierstore.errors import (
-    CapacityError,
-    FailedStepError,
-    ForkedStoreError,
-    LeaseError,
-    StoreClosedError,
-    WrongThreadError,
-)
+from tierstore.errors import CapacityError, FailedStepError, InvariantError, LeaseError
 from tierstore.growth import SLABS_PER_TIER
+from tierstore.guard import Guarded
 from tierstore.placement import Need, Room, place_homes
 from tierstore.plan import ChunkView, Move, Plan, plan_eviction, plan_fetch, plan_homes, plan_step
 from tierstore.residency import Fresh, Moving, Resident
+from tierstore.signals import break_point
 from tierstore.stats import IoStats, Stats
 from tierstore.tiers import MemoryTier, Tier
 from tierstore.traffic import Traffic
@@ -61,10 +53,11 @@ class Setup:
     timeout_seconds: float | None = None
 
 
-class ChunkStore:
+class ChunkStore(Guarded):
     """Chunks in tiers. `describe` turns a chunk number into words for errors."""
 
     def __init__(self, setup: Setup, *, describe: Callable[[int], str] = "chunk {}".format) -> None:
+        super().__init__(tuple(setup.tiers.values()), setup.transfer)
         self.setup = setup
         self._line = tuple(setup.tiers)
         self._extent_bytes = setup.tiers[self._line[0]].arena.extent_bytes
@@ -74,9 +67,13 @@ class ChunkStore:
         self._describe = describe
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-        self._shut = weakref.finalize(self, _shut, setup.transfer, tuple(setup.tiers.values()), self._pid)
+
+    @contextlib.contextmanager
+    def _entered(self, *, wait: bool = False, may_nest: bool = False) -> Iterator[None]:
+        """Enter the store and commit what has landed meanwhile."""
+        with super()._entered(wait=wait, may_nest=may_nest):
+            self._traffic.settle()
+            yield
 
     # -- chunks -------------------------------------------------------------------------------------------------
 
@@ -114,10 +111,19 @@ class ChunkStore:
 
     # -- using chunks -------------------------------------------------------------------------------------------
 
-    def run(self, order: Sequence[int], upcoming: Sequence[int], use: Use, *, is_step: bool = True) -> None:
+    def run(
+        self,
+        order: Sequence[int],
+        upcoming: Sequence[int],
+        use: Use,
+        *,
+        finish: Callable[[], None] | None = None,
+        is_step: bool = True,
+    ) -> None:
         """Bring each chunk of `order` to where it is used and call `use(chunk, record, is_fresh)`, in that order.
 
         The record is zeroed if fresh; `use` launches its work on the tier's device and must not keep the tensor.
+        `finish` is called last and belongs to the run: an error of launched work that it raises breaks the run off.
         `upcoming` is the order expected next time; `is_step` counts the run in `stats().step`. Raises CapacityError
         before anything has moved, FailedStepError if an earlier run broke off.
         """
@@ -126,7 +132,8 @@ class ChunkStore:
             if self._failure is not None:
                 raise FailedStepError(self._failure)
             plan = plan_step(order, upcoming, self._views(), self._traffic.wait_for_room(), self._line)
-            update_seconds, wait_seconds = self._execute(plan, use)
+            with self._running():
+                update_seconds, wait_seconds = self._execute(plan, use, finish)
             if is_step:
                 self._count(plan, update_seconds, wait_seconds)
 
@@ -173,8 +180,10 @@ class ChunkStore:
         with self._entered():
             self._traffic.wait_until_over(chunk)  # the extent it leaves may be promised, and filled once it has left
             place = self._ledger.where(chunk)
-            if not isinstance(place, Resident):
+            if isinstance(place, Fresh):
                 return False
+            if not isinstance(place, Resident):
+                raise InvariantError(f"{self._describe(chunk)} has stopped moving and is still {place}")
             where = self.setup.tiers[place.tier], place.extent
             ticket = self.setup.transfer.read_out(where, into, ready=self._traffic.last_use.get(chunk))
             ticket.wait(self.setup.timeout_seconds)
@@ -295,17 +304,20 @@ class ChunkStore:
         for move in plan.moves:
             self._traffic.issue(move, self._infos[move.chunk].record_bytes)
 
-    def _execute(self, plan: Plan, use: Use) -> tuple[float, float]:
+    def _execute(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> tuple[float, float]:
         """Issue, wait and use in the plan's order; return the seconds spent using and waiting."""
         used: list[int] = []
         began, waited = time.perf_counter(), 0.0
         try:
             for action in plan.actions:
+                break_point()
                 self._traffic.raise_errors()  # a move rolled back has taken the plan's ground away
                 if isinstance(action, Move):
                     self._traffic.issue(action, self._infos[action.chunk].record_bytes)
                 else:
                     waited += self._use(action.chunk, use, used)
+            if finish is not None:
+                finish()
         except BaseException as error:
             self._break_off(used, error)
             raise
@@ -349,7 +361,11 @@ class ChunkStore:
         tier = self._traffic.memory(place.tier)
         record = tier.bytes_at(place.extent, self._infos[chunk].record_bytes)
         if is_fresh:
-            tier.device.launch(lambda: _zero(record))
+            try:
+                tier.device.launch(lambda: _zero(record))
+            except BaseException:
+                self._ledger.release(chunk)
+                raise
         return record, is_fresh
 
     def _end_use(self, chunk: int) -> None:
@@ -361,59 +377,17 @@ class ChunkStore:
     # -- the whole ----------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Read counters, fill and routes as one frozen value."""
-        with self._entered():
+        """Read counters, fill and routes as one frozen value. May be called within a run."""
+        with self._entered(may_nest=True):
             chunks = Counter(self._ledger.bound_for(chunk) for chunk in self._ledger)
             tiers = {name: tier.stats(chunks[name]) for name, tier in self.setup.tiers.items()}
             return self._traffic.recorder.snapshot(tiers, self.setup.io)
 
     def check(self) -> None:
-        """Raise InvariantError unless every invariant of arenas, ledger and moves holds."""
-        with self._entered():
+        """Raise InvariantError unless every invariant of arenas, ledger and moves holds. May be called within a run."""
+        with self._entered(may_nest=True):
             self._traffic.check()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the store was closed, or belongs to another process."""
-        return not self._shut.alive or self._pid != os.getpid()
-
-    def close(self) -> None:
-        """Wait for what is under way and give back memory, files and threads. Idempotent."""
-        if self._pid == os.getpid():
-            with self._sole_thread():
-                self._shut()
-
-    @contextlib.contextmanager
-    def _entered(self, *, wait: bool = False) -> Iterator[None]:
-        if self._pid != os.getpid():
-            raise ForkedStoreError(f"this store belongs to process {self._pid}, and this is a fork of it: make another")
-        if not self._shut.alive:
-            raise StoreClosedError("the store is closed and its state is gone; save state_dict() before close()")
-        with self._sole_thread(wait=wait):
-            self._traffic.settle()
-            yield
-
-    @contextlib.contextmanager
-    def _sole_thread(self, *, wait: bool = False) -> Iterator[None]:
-        if not self._lock.acquire(blocking=wait):
-            raise WrongThreadError(
-                f"thread {threading.current_thread().name!r} called the store while another thread was inside: "
-                f"call it from one thread at a time"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
 
 def _zero(record: Tensor) -> None:
     record.zero_()
-
-
-def _shut(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:
-    """Give everything back; must not know the store, whose end it may be."""
-    with contextlib.ExitStack() as closing:  # the last one first, and all of them whatever one of them raises
-        for tier in tiers:
-            closing.callback(tier.close)
-        if pid == os.getpid():
-            closing.callback(transfer.close)

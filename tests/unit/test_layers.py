@@ -16,8 +16,8 @@ PACKAGE = Path(tierstore.__file__).parent
 GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "forms", "pieces"),
     "decide": ("units", "policy", "residency", "placement", "growth", "plan"),
-    "do": ("device", "pressure", "io", "swapfile", "tiers", "transfer"),
-    "join": ("flights", "traffic", "store", "build", "piecestore", "tensors"),
+    "do": ("signals", "device", "pressure", "io", "swapfile", "tiers", "transfer"),
+    "join": ("flights", "traffic", "guard", "store", "build", "piecestore", "tensors"),
     "use": ("kernels", "results", "binding", "state_view", "state_dicts", "update", "optimizer"),
     "front": ("", "demo", "cli", "__main__"),
 }

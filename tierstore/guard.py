@@ -1,0 +1,100 @@
+"""Says who may call a store, and when: one thread at a time, in the process that made it, until it is closed.
+
+Owns the end of what a store is built from, too. No finalizer touches state: what closes the doers knows only them, does
+nothing in a fork, and is handed to a thread of its own when the garbage collector happens to run on one of theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+from tierstore.errors import BusyStoreError, ForkedStoreError, StoreClosedError, WrongThreadError
+from tierstore.signals import deferred
+from tierstore.tiers import Tier
+from tierstore.transfer import TransferEngine
+
+WORKER_PREFIX = "tierstore-"
+"""What the names of all threads of engines and transfers begin with."""
+
+
+class Guarded:
+    """The guards of a store that is made of tiers and a transfer engine."""
+
+    def __init__(self, tiers: Sequence[Tier], transfer: TransferEngine) -> None:
+        self._lock = threading.RLock()
+        self._is_running = False
+        self._pid = os.getpid()
+        self._shut = weakref.finalize(self, _shut, transfer, tuple(tiers), self._pid)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the store was closed, or belongs to another process."""
+        return not self._shut.alive or self._pid != os.getpid()
+
+    def close(self) -> None:
+        """Wait for what is under way and give back memory, files and threads. Idempotent."""
+        if self._pid == os.getpid():
+            with alone(self._lock, "the store"):
+                self._refuse_nesting()
+                self._shut()
+
+    @contextlib.contextmanager
+    def _entered(self, *, wait: bool = False, may_nest: bool = False) -> Iterator[None]:
+        """Enter the store. `wait`: for another thread to leave it; `may_nest`: within a run, too."""
+        if self._pid != os.getpid():
+            raise ForkedStoreError(f"this store belongs to process {self._pid}, and this is a fork of it: make another")
+        if not self._shut.alive:
+            raise StoreClosedError("the store is closed and its state is gone; save state_dict() before close()")
+        with alone(self._lock, "the store", wait=wait):
+            if not may_nest:
+                self._refuse_nesting()
+            yield
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Mark a run: within it, whatever else happens on this thread must leave the store alone."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def _refuse_nesting(self) -> None:
+        if self._is_running:
+            raise BusyStoreError("the store was called in the middle of a run, on the same thread: call it afterwards")
+
+
+@contextlib.contextmanager
+def alone(lock: threading.RLock, what: str, *, wait: bool = False) -> Iterator[None]:
+    """Be the only thread inside `what`, with signals deferred. Raises WrongThreadError, or waits, if another one is."""
+    with deferred():
+        if not lock.acquire(blocking=wait):
+            raise WrongThreadError(
+                f"thread {threading.current_thread().name!r} called {what} while another thread was inside: "
+                f"call it from one thread at a time"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _shut(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:
+    """Give everything back; must not know the store, whose end it may be."""
+    if threading.current_thread().name.startswith(WORKER_PREFIX) and pid == os.getpid():
+        # the collector ran on a worker, which cannot wait for itself
+        threading.Thread(target=_shut_now, args=(transfer, tiers, pid), name="closing tierstore").start()
+    else:
+        _shut_now(transfer, tiers, pid)
+
+
+def _shut_now(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:
+    with contextlib.ExitStack() as closing:  # the last one first, and all of them whatever one of them raises
+        for tier in tiers:
+            closing.callback(tier.close)
+        if pid == os.getpid():
+            closing.callback(transfer.close)

@@ -1,0 +1,77 @@
+"""Holds signals back while something must not be left half done. Touches nothing else.
+
+A handler written in Python runs on the main thread between any two of its instructions, and the usual one for SIGINT
+raises there. Inside `deferred` such signals are only noted; they are handled, in order of arrival, when the outermost
+block is over. Whoever runs for long offers `break_point`s, where a second SIGINT raises KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+_DEFERRED = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+]
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class _Deferral:
+    """The handlers that were put aside, and the signals that came meanwhile. One at a time, on the main thread."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.handlers: dict[int, Handler] = {}
+        self.noted: list[int] = []
+
+    def begin(self) -> None:
+        for number in _DEFERRED:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self.handlers[number] = handler
+                signal.signal(number, self.note)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.noted.append(number)
+
+    def end(self) -> None:
+        handlers, self.handlers = self.handlers, {}
+        for number, handler in handlers.items():
+            if signal.getsignal(number) == self.note:  # else somebody set a new one meanwhile
+                signal.signal(number, handler)
+        noted, self.noted = list(dict.fromkeys(self.noted)), []
+        with contextlib.ExitStack() as deliveries:  # all of them, whatever one raises
+            for number in reversed(noted):
+                deliveries.callback(handlers[number], number, None)
+
+
+_deferral = _Deferral()
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Handle signals that arrive inside when the outermost such block is over. Does nothing on other threads."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _deferral.depth += 1
+    try:
+        if _deferral.depth == 1:
+            _deferral.begin()
+        yield
+    finally:
+        _deferral.depth -= 1
+        if _deferral.depth == 0:
+            _deferral.end()
+
+
+def break_point() -> None:
+    """Raise KeyboardInterrupt here if SIGINT has come twice while it was deferred."""
+    if _deferral.noted.count(signal.SIGINT) > 1 and threading.current_thread() is threading.main_thread():
+        _deferral.noted = [number for number in _deferral.noted if number != signal.SIGINT]
+        raise KeyboardInterrupt
