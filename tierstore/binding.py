@@ -293,6 +293,16 @@ class Blueprint:
         """Extents of each tier. Raises CapacityError if not all chunks find a home."""
         return self.plant.rooms(list(self.infos.values()), self.chunk_bytes)
 
+    def check_fits(self, *, is_first: bool) -> None:
+        """Check that all chunks find a home, and that the disks have the bytes for it. Reserves nothing.
+
+        A binding that is not the first takes over the space of the files before it, so disks are not looked at.
+        Raises CapacityError, SwapError or DiskFullError.
+        """
+        rooms = self.rooms()
+        if is_first:
+            self.plant.check_disk(rooms, self.chunk_bytes)
+
 
 def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy: TierPolicy, parts: Parts) -> Blueprint:
     """Cut the parameters into chunks under the policy. Raises PolicyError for rules that cannot be followed."""

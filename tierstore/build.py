@@ -7,7 +7,6 @@ parameter is computed. `Plant.build` reserves memory and disk for a list of chun
 
 from __future__ import annotations
 
-import errno
 import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tierstore.device import Device, host_for, open_device
-from tierstore.errors import DiskFullError, PolicyError
+from tierstore.errors import PolicyError
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
 from tierstore.placement import Asked, Need, Room, auto_chunk_bytes, place_homes, size_tiers, whole_pages
@@ -26,7 +25,7 @@ from tierstore.policy import GpuTier, IoSettings, NvmeTier, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, Setup
-from tierstore.swapfile import SwapFile, disk_margin, swap_folders
+from tierstore.swapfile import SwapFile, check_space, filesystems, swap_folders
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import TransferEngine
 
@@ -120,27 +119,38 @@ class Plant:
             asked["cpu"] = Asked(None, homes=False)
         return {name: asked[name] for name in ("gpu", "cpu", "nvme") if name in asked}
 
+    def check_disk(self, rooms: Mapping[str, Room], extent_bytes: int) -> None:
+        """Check that swap folders are usable and have the bytes for the nvme tier; makes and reserves nothing.
+
+        Raises SwapError or DiskFullError, as `build` would.
+        """
+        nvme, room = self.policy.tiers.nvme, rooms.get("nvme", Room(0))
+        if nvme is None or not room.extents:
+            return
+        folders = swap_folders(nvme.paths)
+        dealt = FileTier.dealt(room.extents, _slab_extents(room), len(folders))
+        check_space({folder: count * extent_bytes for folder, count in zip(folders, dealt, strict=True)})
+
     def build(self, rooms: Mapping[str, Room], extent_bytes: int, *, growing: Collection[str] = ()) -> Setup:
         """Reserve memory and disk. Raises CapacityError, SwapError or DiskFullError with nothing left reserved.
 
         Tiers that are `growing` are opened even if they have no extents yet.
         """
         nvme = self.policy.tiers.nvme
+        self.check_disk(rooms, extent_bytes)
         uses_files = nvme is not None and "nvme" in rooms and (rooms["nvme"].extents > 0 or "nvme" in growing)
         with ExitStack() as undo:
             engine = self._open_engine(nvme.io) if uses_files and nvme is not None else None
             if engine is not None:
                 undo.callback(engine.close)
             tiers: dict[str, Tier] = {}
-            slabs = {name: max(1, room.extents // SLABS_PER_TIER) for name, room in rooms.items()}
+            slabs = {name: _slab_extents(room) for name, room in rooms.items()}
             slabs |= dict.fromkeys(growing, max(1, min(EXTENTS_GROWN, BYTES_GROWN // extent_bytes)))
             for name, room in rooms.items():
                 if name == "nvme" and not uses_files:
                     continue
                 tiers[name] = self._make_tier(name, extent_bytes, engine)
                 undo.callback(tiers[name].close)
-                if isinstance(tiers[name], FileTier):
-                    _check_disk(tiers[name], room.extents * extent_bytes)
                 tiers[name].grow(room.extents, slab_extents=slabs[name])
             transfer = self.parts.open_transfer(engine, self.gpu)
             undo.pop_all()
@@ -181,21 +191,24 @@ class Plant:
     def given_bytes(self, name: str) -> int | None:
         """The capacity that the policy gives a tier; None for `auto` and for a tier left out.
 
-        A share is one of the device, of what machine and container allow, or of the swap paths' disks.
+        A share of a gpu is one of the device's memory. Of what the processes on this machine have in common, the memory
+        that machine and container allow and the swap paths' disks, this one takes its part of the share. Raises
+        SwapError if a swap folder cannot be used.
         """
         tier = getattr(self.policy.tiers, name)
         capacity: int | Percent | str = "auto" if tier is None else tier.capacity
         if not isinstance(capacity, Percent):
             return None if isinstance(capacity, str) else capacity
         if name == "gpu" and self.gpu is not None:
-            total = self.gpu.memory_bytes()[1]
-        elif name == "cpu":
+            return int(self.gpu.memory_bytes()[1] * capacity.fraction)
+        if name == "cpu":
             memory = host_memory()
             total = memory.limit_bytes or memory.total_bytes
         else:
             assert self.policy.tiers.nvme is not None
-            total = sum(disk_space(folder).total_bytes for folder in swap_folders(self.policy.tiers.nvme.paths))
-        return int(total * capacity.fraction)
+            disks = filesystems(swap_folders(self.policy.tiers.nvme.paths))
+            total = sum(disk_space(folders[0]).total_bytes for folders in disks)
+        return int(total * capacity.fraction) // local_ranks()
 
     def _open_engine(self, io: IoSettings) -> Engine:
         threads, depth, size = (
@@ -244,6 +257,10 @@ def _why_no_gpu(gpu_tier: GpuTier) -> str:
     return "the parameters are on the CPU" if gpu_tier.device == "auto" else f"there is no {gpu_tier.device} here"
 
 
+def _slab_extents(room: Room) -> int:
+    return max(1, room.extents // SLABS_PER_TIER)
+
+
 def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
     direct = None if nvme.io.direct == "auto" else nvme.io.direct
     if not engine.supports_direct:
@@ -255,24 +272,6 @@ def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
             undo.callback(files[-1].close)
         undo.pop_all()
     return files
-
-
-def _check_disk(tier: Tier, nbytes: int) -> None:
-    """Refuse before reserving anything when the swap paths together have too little free."""
-    assert isinstance(tier, FileTier)
-    spaces = [disk_space(file.fd) for file in tier.files]
-    for file, space in zip(tier.files, spaces, strict=True):
-        share = nbytes // len(tier.files)
-        room = space.free_bytes - disk_margin(space.total_bytes)
-        if share > room:
-            raise DiskFullError(
-                errno.ENOSPC,
-                f"{share:,} bytes of the nvme tier are to lie here, but {space.free_bytes:,} are free, of which "
-                f"{space.free_bytes - room:,} are left alone: lower tiers.nvme.capacity to at most "
-                f"{max(0, room) * len(tier.files):,} bytes, free space, or add a folder on another disk to "
-                f"tiers.nvme.paths",
-                str(file.folder),
-            )
 
 
 def _io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:

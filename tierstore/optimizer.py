@@ -65,7 +65,8 @@ class TieredAdamW(torch.optim.AdamW):
     A parameter group may carry `tier`, the tier its state lives in. The numbers are those of torch's fused AdamW for
     float32 parameters to the last bit, wherever the state lies; bfloat16 and float16 parameters are updated through a
     float32 master. Raises what torch.optim.AdamW raises, PolicyError for a wrong policy, CapacityError, SwapError or
-    DiskFullError if its tiers cannot hold the state. Memory and files are reserved at the first step, load or use of `store`, and given back by `close()`.
+    DiskFullError if its tiers cannot hold the state. Memory and files are reserved at the first step, load or use of
+    `store`, and given back by `close()`.
     """
 
     parts: ClassVar[Parts] = Parts()

@@ -15,10 +15,11 @@ import logging
 import mmap
 import os
 import secrets
+import stat
 import tempfile
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -114,12 +115,7 @@ class SwapFile:
             raise DiskFullError(errno.ENOSPC, self._too_full(nbytes, space.free_bytes, room), self.path)
 
     def _too_full(self, nbytes: int, free: int, room: int) -> str:
-        most = (self.size_bytes + max(0, room)) // ALIGNMENT * ALIGNMENT
-        return (
-            f"{_sized(nbytes)} are needed in {self.folder}, which has {_sized(free)} free, of which tierstore leaves "
-            f"{_sized(free - room)}: lower tiers.nvme.capacity to at most {_sized(most)} in this folder, free space, "
-            "or add a folder on another disk to tiers.nvme.paths"
-        )
+        return _too_full(nbytes, [self.folder], free=free, room=room, most=self.size_bytes + max(0, room))
 
     def _refusal(self, error: OSError, nbytes: int) -> SwapError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -162,6 +158,33 @@ def swap_folders(paths: Literal["auto"] | Sequence[Path]) -> list[Path]:
             raise PolicyError(f"tiers.nvme.paths names {real} twice, as {seen[real]} and {folder}: leave one out")
         seen[real] = folder
     return folders
+
+
+def filesystems(folders: Sequence[Path]) -> list[list[Path]]:
+    """Group folders by the filesystem they lie on. Raises SwapError for one that cannot hold a swap file."""
+    found: dict[int, list[Path]] = {}
+    for folder in folders:
+        try:
+            found.setdefault(_look_at(folder), []).append(folder)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+    return list(found.values())
+
+
+def check_space(shares: Mapping[Path, int]) -> None:
+    """Check that swap files can be made in folders and take so many bytes each; makes and reserves nothing.
+
+    Folders on one filesystem take their bytes from the same free space. Raises SwapError or DiskFullError.
+    """
+    total = sum(shares.values())
+    for folders in filesystems(list(shares)):
+        space = disk_space(folders[0])
+        room = max(0, space.free_bytes - disk_margin(space.total_bytes))
+        nbytes = sum(shares[folder] for folder in folders)
+        if nbytes > room:
+            most = total * room // nbytes
+            text = _too_full(nbytes, folders, free=space.free_bytes, room=room, most=most, of=len(shares))
+            raise DiskFullError(errno.ENOSPC, text, str(folders[0]))
 
 
 def describe_folder(folder: Path, *, root: Path = Path("/")) -> FolderKind:
@@ -220,6 +243,18 @@ def _kind(filesystem: str) -> FolderKind:
     return FolderKind.NETWORK if filesystem in _NETWORK or is_remote_fuse else FolderKind.DISK
 
 
+def _look_at(folder: Path) -> int:
+    """The filesystem of a folder, by number; raises the OSError that making a file there would meet, and makes none."""
+    status = os.stat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        is_read_only = hasattr(os, "ST_RDONLY") and os.statvfs(folder).f_flag & os.ST_RDONLY
+        code = errno.EROFS if is_read_only else errno.EACCES
+        raise OSError(code, os.strerror(code))
+    return status.st_dev
+
+
 def _open_unnamed(folder: Path) -> int:
     try:
         fd = _open_tmpfile(folder)
@@ -255,6 +290,18 @@ def _unusable(folder: Path, error: OSError) -> SwapError:
     reason = reasons.get(error.errno or 0, f"cannot hold a swap file ({error.strerror}): check it")
     text = f"the swap folder {folder} {reason}, or set tiers.nvme.paths to another one"
     return SwapError(error.errno or errno.EIO, text, str(folder))
+
+
+def _too_full(nbytes: int, folders: Sequence[Path], *, free: int, room: int, most: int, of: int = 1) -> str:
+    """Words for a disk without `nbytes` of room; `most`: bytes that would fit in the `of` folders there are."""
+    about = "about " if of > len(folders) else ""  # slabs are dealt out in turn
+    here = " in this folder" if of == 1 else ""
+    return (
+        f"{_sized(nbytes)} are needed in {' and '.join(map(str, folders))}, where {_sized(free)} are free, of which "
+        f"tierstore leaves {_sized(free - room)}: lower tiers.nvme.capacity to at most "
+        f"{about}{_sized(most // ALIGNMENT * ALIGNMENT)}{here}, free space, or add a folder on another disk to "
+        "tiers.nvme.paths"
+    )
 
 
 def _reserve(fd: int, offset: int, length: int) -> None:

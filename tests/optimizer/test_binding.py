@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -37,6 +38,7 @@ from tierstore.build import Parts, plan_plant
 from tierstore.device import HostDevice
 from tierstore.errors import (
     CapacityError,
+    DiskFullError,
     ForkedStoreError,
     PolicyError,
     StateDictError,
@@ -47,6 +49,8 @@ from tierstore.errors import (
 from tierstore.io import open_engine
 from tierstore.optimizer import TieredAdamW
 from tierstore.policy import TierPolicy
+from tierstore.pressure import DiskSpace
+from tierstore.swapfile import disk_margin
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
@@ -200,7 +204,9 @@ def test_unknown_engines_folders_and_keys_are_refused(tmp_path: Path, untouched:
     parameters = seeded((30_000,))
     set_gradients(parameters, 0)
     before = parameters[0].detach().clone()
+    (tmp_path / "missing").mkdir()
     optimizer = TieredAdamW(parameters, policy=small_policy(tmp_path / "missing"))
+    (tmp_path / "missing").rmdir()
     for _ in range(2):
         with pytest.raises(SwapError, match="does not exist"):
             optimizer.step()
@@ -211,6 +217,74 @@ def test_unknown_engines_folders_and_keys_are_refused(tmp_path: Path, untouched:
     optimizer.close()
     (tmp_path / "missing").rmdir()
     assert untouched()
+
+
+def test_swap_folders_that_cannot_be_used_are_refused_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], bool]
+) -> None:
+    """A typing mistake in a folder's name must not be told hours later, at the first step."""
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir(mode=0o500)
+    may_access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path).name != "locked" and may_access(path, os.W_OK))
+    monkeypatch.setattr(os, "supports_effective_ids", {os.access})
+    for name, code, text in [
+        ("missing", errno.ENOENT, "does not exist: create it"),
+        ("file", errno.ENOTDIR, "is not a folder: name a folder"),
+        ("locked", errno.EACCES, "cannot be written by this user: change its permissions"),
+    ]:
+        for capacity in ("auto", "10%"):
+            policy = small_policy(tmp_path)
+            policy["tiers"]["nvme"] = {"paths": [str(tmp_path), str(tmp_path / name)], "capacity": capacity}
+            with pytest.raises(SwapError, match=f"{name} {text}, or set tiers") as caught:
+                TieredAdamW(seeded((30_000,)), policy=policy)
+            assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / name))
+    missing = {"tiers": {"cpu": {"capacity": "1MiB"}, "nvme": {"paths": [str(tmp_path / "missing")]}}}
+    TieredAdamW(seeded((300,)), policy=missing)  # all of it fits in memory: the folder is not needed
+    (tmp_path / "file").unlink()
+    (tmp_path / "locked").rmdir()
+    assert untouched()
+
+
+def test_a_capacity_beyond_the_disk_is_refused_at_construction(tmp_path: Path, untouched: Callable[[], bool]) -> None:
+    policy = small_policy(tmp_path)
+    policy["tiers"]["nvme"]["capacity"] = "900TiB"
+    with pytest.raises(
+        DiskFullError, match=r"are needed .* are free.*lower tiers\.nvme\.capacity to at most"
+    ) as caught:
+        TieredAdamW(seeded((30_000,)), policy=policy)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
+    assert str(900 << 40) in str(caught.value)
+    assert untouched()
+
+
+def test_state_beyond_the_disk_is_refused_at_construction_and_before_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstore.swapfile.disk_space", lambda place: DiskSpace(1 << 40, disk_margin(1 << 40) + MIB))
+    with pytest.raises(DiskFullError, match=r"to at most 1048576 bytes"):
+        TieredAdamW(seeded((200_000,)), policy=small_policy(tmp_path))
+    (parameter,) = seeded((200_000,))
+    parameter.requires_grad_(False)
+    optimizer = TieredAdamW([parameter], policy=small_policy(tmp_path))  # frozen: no need for room
+    state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(200_000), "exp_avg_sq": torch.zeros(200_000)}
+    with pytest.raises(DiskFullError):
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
+    assert not optimizer.state
+
+
+def test_rebinding_takes_over_the_disk_space_of_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free beside the old files need not have room for the state a second time."""
+    model = nn.Linear(300, 200)
+    optimizer = TieredAdamW(model.parameters(), policy=small_policy(tmp_path))
+    train(optimizer, list(model.parameters()), [0])
+    before = optimizer.store
+    with monkeypatch.context() as patch:
+        patch.setattr("tierstore.swapfile.disk_space", lambda place: DiskSpace(1 << 40, 0))
+        optimizer.check_fits(optimizer.param_groups)
+        optimizer.add_param_group({"params": seeded((10,))})
+    train(optimizer, list(model.parameters()), [1])
+    assert optimizer.store is not before
 
 
 def test_a_placement_rule_that_matches_nothing_warns_once_naming_the_pattern(tmp_path: Path) -> None:

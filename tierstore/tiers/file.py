@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from tierstore.arena import Arena, Extent
@@ -25,6 +26,14 @@ class FileTier(Tier):
     def close(self) -> None:
         for file in self.files:
             file.close()
+
+    @staticmethod
+    def dealt(extents: int, slab_extents: int, files: int) -> list[int]:
+        """How many of `extents` new extents each of so many files gets, in slabs of at most `slab_extents`."""
+        shares = Counter[int]()
+        for slab, first in enumerate(range(0, extents, slab_extents)):
+            shares[slab % files] += min(slab_extents, extents - first)
+        return [shares[file] for file in range(files)]
 
     def _reserve(self, nbytes: int) -> None:
         file = self.files[len(self._slabs) % len(self.files)]

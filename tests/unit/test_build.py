@@ -1,0 +1,127 @@
+"""A plant: what a policy's shares and capacities come to on this machine."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.build import Plant, plan_plant
+from tierstore.errors import DiskFullError
+from tierstore.placement import Room
+from tierstore.policy import TierPolicy
+from tierstore.pressure import DiskSpace, HostMemory, disk_space
+from tierstore.swapfile import check_space, disk_margin
+from tierstore.tiers import FileTier
+
+TIB = 1 << 40
+
+
+def plant_of(tiers: Mapping[str, Any]) -> Plant:
+    return plan_plant(TierPolicy.load({"tiers": tiers}), [])
+
+
+@pytest.fixture
+def two_folders(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+@pytest.fixture
+def two_disks(two_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two folders made to look as if they were on disks of 1 TiB, with room for 100 and 300 MiB."""
+    spaces = dict(zip(two_folders, [DiskSpace(TIB, disk_margin(TIB) + (n << 20)) for n in (100, 300)], strict=True))
+    monkeypatch.setattr("tierstore.swapfile._look_at", two_folders.index)
+    monkeypatch.setattr("tierstore.swapfile.disk_space", spaces.__getitem__)
+    monkeypatch.setattr("tierstore.build.disk_space", spaces.__getitem__)
+    return two_folders
+
+
+# -- shares -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_share_of_what_ranks_have_in_common_is_divided_among_them(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks that each take 30% of the memory take the machine down; `auto` was divided, shares were not."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("tierstore.build.host_memory", lambda: HostMemory(TIB, TIB, TIB // 2, "a test"))
+    plant = plant_of({"cpu": {"capacity": "50%"}, "nvme": {"capacity": "50%", "paths": [str(tmp_path)]}})
+    assert plant.given_bytes("cpu") == TIB // 4 // ranks
+    assert plant.given_bytes("nvme") == int(disk_space(tmp_path).total_bytes * 0.5) // ranks
+
+
+def test_a_size_is_each_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert plant_of({"cpu": {"capacity": "1GiB"}}).given_bytes("cpu") == 1 << 30
+
+
+def test_a_share_of_a_gpu_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a device of its own."""
+    plant = plant_of({"gpu": {"capacity": "50%", "device": "cpu"}})
+    assert plant.gpu is not None
+    total = plant.gpu.memory_bytes()[1]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert plant.given_bytes("gpu") == total // 2
+
+
+def test_two_folders_on_one_filesystem_count_its_size_once(two_folders: list[Path]) -> None:
+    plant = plant_of({"nvme": {"capacity": "50%", "paths": list(map(str, two_folders))}})
+    assert plant.given_bytes("nvme") == int(disk_space(two_folders[0]).total_bytes * 0.5)
+
+
+def test_folders_on_two_filesystems_count_both(two_disks: list[Path]) -> None:
+    plant = plant_of({"nvme": {"capacity": "50%", "paths": list(map(str, two_disks))}})
+    assert plant.given_bytes("nvme") == TIB
+
+
+# -- disks ------------------------------------------------------------------------------------------------------
+
+
+def test_folders_on_one_filesystem_share_its_free_space(
+    two_folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each half fits by itself, both together do not."""
+    free = disk_margin(TIB) + 1000 * 4096
+    monkeypatch.setattr("tierstore.swapfile.disk_space", lambda place: DiskSpace(TIB, free))
+    check_space(dict.fromkeys(two_folders, 500 * 4096))
+    with pytest.raises(DiskFullError) as caught:
+        check_space(dict.fromkeys(two_folders, 501 * 4096))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(two_folders[0]))
+    for number in (1002 * 4096, free, 1000 * 4096):
+        assert f" {number} bytes" in " " + str(caught.value)
+
+
+def test_each_disk_must_have_its_part(two_disks: list[Path]) -> None:
+    check_space(dict.fromkeys(two_disks, 100 << 20))
+    with pytest.raises(DiskFullError, match=rf"are needed in {two_disks[0]}, .* at most about {200 << 20} bytes"):
+        check_space(dict.fromkeys(two_disks, 101 << 20))
+
+
+def test_a_disk_is_looked_at_only_if_something_is_to_lie_on_it(tmp_path: Path) -> None:
+    plant = plant_of({"cpu": {}, "nvme": {"paths": [str(tmp_path / "missing")]}})
+    plant.check_disk({"cpu": Room(4), "nvme": Room(0)}, 4096)
+    plant.check_disk({"cpu": Room(4)}, 4096)
+
+
+@pytest.mark.parametrize(
+    ("extents", "slab_extents", "files"), [(10, 3, 2), (1, 5, 3), (64, 4, 3), (7, 1, 1), (0, 1, 2)]
+)
+def test_extents_are_dealt_as_the_file_tier_reserves_them(extents: int, slab_extents: int, files: int) -> None:
+    class File:
+        def __init__(self) -> None:
+            self.size_bytes = 0
+
+        def grow(self, nbytes: int) -> int:
+            self.size_bytes += nbytes
+            return self.size_bytes - nbytes
+
+    made = [File() for _ in range(files)]
+    FileTier("nvme", made, 4096).grow(extents, slab_extents=slab_extents)  # type: ignore[arg-type]
+    assert [file.size_bytes // 4096 for file in made] == FileTier.dealt(extents, slab_extents, files)
