@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,110 +28,17 @@ from tierstore.layout import (
     Layout,
     ParameterSpec,
     Span,
-    as_real,
     in_storage_order_of,
     make_layout,
 )
+from tierstore.members import Member, identity_of, local_of, needs_state, survey
 from tierstore.placement import Room
 from tierstore.policy import TierPolicy
 from tierstore.results import Results
-from tierstore.store import ChunkInfo
+from tierstore.store import ChunkInfo, Use
 from tierstore.tensors import TieredStore
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One parameter at one position (its first, if it occurs more than once), as it was at binding."""
-
-    parameter: Tensor
-    group: int
-    name: str
-    is_covered: bool  # has room for state
-    amsgrad: bool
-    dtype: torch.dtype
-    form: Tensor  # shape, strides and dtype of `local_of(parameter)`; on meta, and not changed when the parameter is
-    identity: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, parameter: Tensor, group: Mapping[str, Any], number: int, *, name: str, is_covered: bool) -> Member:
-        local = local_of(parameter)
-        return cls(
-            parameter,
-            number,
-            name,
-            is_covered,
-            bool(group.get("amsgrad")),
-            getattr(parameter, "_local_tensor", parameter).dtype,
-            torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
-            _identity(parameter, group),
-        )
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds, as real numbers: a DTensor's shard, a complex tensor's pairs."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    if hasattr(local, "wait"):  # what a collective that may still be under way will give
-        local = local.wait()
-    return as_real(local.detach())
-
-
-def sharded_like(parameter: Tensor, values: Tensor) -> Tensor:
-    """Shard values of the parameter's shape as the parameter is, if both are DTensors.
-
-    A collective unless they are sharded alike already (gradients under sequence parallelism are partial sums, say): all
-    ranks call it for the same parameters in the same order.
-    """
-    wanted, found = getattr(parameter, "_spec", None), getattr(values, "_spec", None)
-    if wanted is None or found is None or (wanted.placements, wanted.mesh) == (found.placements, found.mesh):
-        return values
-    sharded: Tensor = values.to(parameter.device).redistribute(wanted.mesh, wanted.placements)  # type: ignore[attr-defined]
-    return sharded
-
-
-def may_still_be_sharded(parameter: Tensor) -> bool:
-    """Whether FSDP may yet replace the parameter by a shard: it is whole, and there are other ranks."""
-    if hasattr(parameter, "_local_tensor") or not torch.distributed.is_available():
-        return False
-    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-
-def needs_state(parameter: Tensor) -> bool:
-    """Whether a step may update the parameter."""
-    return parameter.requires_grad or parameter.grad is not None
-
-
-def survey(groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> list[Member]:
-    """List the distinct parameters of all groups in order. `with_state`: those that have state, frozen or not."""
-    held = set(map(id, with_state))
-    members: dict[int, Member] = {}
-    for number, group in enumerate(groups):
-        for parameter, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
-            if id(parameter) in members:
-                continue
-            members[id(parameter)] = Member.of(
-                parameter,
-                group,
-                number,
-                name=name or f"param.{len(members)}",
-                is_covered=needs_state(parameter) or id(parameter) in held,
-            )
-    return list(members.values())
-
-
-def _identity(parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What must stay the same for a layout to stay right."""
-    local = getattr(parameter, "_local_tensor", parameter)
-    return (
-        id(parameter),
-        local.dtype,
-        local.device,
-        local.shape,
-        local.stride(),
-        group.get("amsgrad"),
-        group.get("tier"),
-    )
 
 
 class Binding:
@@ -159,10 +65,14 @@ class Binding:
         self.store = TieredStore.over(setup, describe=lambda chunk: _describe(layout.chunks[chunk], members))
         try:
             self.store.add_chunks(blueprint.infos)
+            names: Counter[str] = Counter()
             for member, spans in zip(members, layout.spans_of, strict=True):
                 shares = [(chunk.number, span.length * chunk.cls.element_bytes) for chunk, span in spans]
-                self.store.register(member.name, shares)
+                names[member.name] += 1  # two parameters may have one name
+                again = f" ({names[member.name]})" if names[member.name] > 1 else ""
+                self.store.register(member.name + again, shares)
             self._record = map_host_memory(blueprint.chunk_bytes)
+            self._in_record: int | None = None  # the chunk whose bytes, as they are now, the buffer holds
             for cls in {chunk.cls for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
                 self_test(cls.fields[0].dtype)
         except BaseException:
@@ -196,7 +106,7 @@ class Binding:
         member = self.members[position]
         return (
             member.group < len(groups)
-            and member.identity == _identity(member.parameter, groups[member.group])
+            and member.identity == identity_of(member.parameter, groups[member.group])
             and (member.is_covered or not (is_covered or needs_state(member.parameter)))
         )
 
@@ -218,16 +128,29 @@ class Binding:
             for name in names
         }
         for chunk in self._chunks_of(wanted):
-            record = self._record[: chunk.record_bytes]
-            is_fresh = not self.store.read_record(chunk.number, record)
+            record = self._read(chunk)
             for span in chunk.spans:
                 for name in wanted.get(span.parameter, ()):
                     part = flat[span.parameter, name].narrow(0, span.start, span.length)
-                    if is_fresh:
+                    if record is None:
                         part.zero_()
                     else:
                         part.copy_(chunk.field(record, name).narrow(0, span.offset, span.length))
         return {position: {name: flat[position, name] for name in names} for position, names in wanted.items()}
+
+    def _read(self, chunk: Chunk) -> Tensor | None:
+        """The chunk's record, valid until the next read or run; None while the chunk is fresh."""
+        if self._in_record != chunk.number:
+            self._in_record = None
+            try:
+                is_made = self.store.read_record(chunk.number, self._record[: chunk.record_bytes])
+            except BaseException:  # a request that timed out may write to the buffer yet: leave it to that
+                self._record = map_host_memory(len(self._record))
+                raise
+            if not is_made:
+                return None
+            self._in_record = chunk.number
+        return self._record[: chunk.record_bytes]
 
     def write(self, values: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Set fields of parameters, by position, from tensors of the parameter's shape or one number, on any device.
@@ -235,32 +158,31 @@ class Binding:
         A field not given keeps its value. Chunks go through the tier that computes, as in a step.
         """
         chunks = {chunk.number: chunk for chunk in self._chunks_of(values)}
-        flat = {
-            position: {name: self._in_order(position, value) for name, value in fields.items()}
-            for position, fields in values.items()
-        }
+        scatter = _Scatter(values, self.members)
 
-        def scatter(number: int, record: Tensor, is_fresh: bool) -> None:
+        def use(number: int, record: Tensor, is_fresh: bool) -> None:
             chunk = chunks[number]
-            self.plant.launch(chunk.cls.compute, lambda: _scatter(chunk, record, flat))
+            self.plant.launch(chunk.cls.compute, lambda: scatter.into(chunk, record))
 
         if chunks:
-            self.store.run(list(chunks), (), scatter, is_step=False)
-        self.plant.finish()
+            self.run(list(chunks), (), use, is_step=False)
+
+    def run(self, order: Sequence[int], upcoming: Sequence[int], use: Use, *, is_step: bool) -> None:
+        """Run chunks through the store; all launched work is done, or visible to what follows, at the end."""
+        self._in_record = None
+        self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step)
 
     def discard(self) -> None:
-        """Make all state fresh, reading none of it; what went wrong with it no longer matters."""
+        """Make all state fresh, reading none of it; what went wrong with it no longer matters. May be repeated."""
         self.steps.clear()
+        self._in_record = None
         for number in self._infos:
-            self.store.remove_chunk(number)
+            if self.store.holds(number):
+                self.store.remove_chunk(number)
         with contextlib.suppress(TransferError):  # of moves of chunks that are gone
             self.store.wait()
         self.store.forgive()
-        self.store.add_chunks(self._infos)
-
-    def _in_order(self, position: int, value: Tensor) -> Tensor:
-        local = local_of(value)
-        return local if local.dim() == 0 else in_storage_order_of(self.members[position].form, local)
+        self.store.add_chunks({number: info for number, info in self._infos.items() if not self.store.holds(number)})
 
     def _dtype(self, position: int, name: str) -> torch.dtype:
         return next(field.dtype for field in self.fields_of(position) if field.name == name)
@@ -354,11 +276,37 @@ def _named_tier(
     return tier
 
 
-def _scatter(chunk: Chunk, record: Tensor, values: Mapping[int, Mapping[str, Tensor]]) -> None:
-    for span in chunk.spans:
-        for name, flat in values.get(span.parameter, {}).items():
-            part = flat if flat.dim() == 0 else flat.narrow(0, span.start, span.length)
-            chunk.field(record, name).narrow(0, span.offset, span.length).copy_(part)
+class _Scatter:
+    """Values of whole parameters on their way into records. Reorders one parameter's at a time, if they need it."""
+
+    def __init__(self, values: Mapping[int, Mapping[str, Tensor]], members: Sequence[Member]) -> None:
+        self._values = values
+        self._members = members
+        self._flat: dict[int, dict[str, Tensor]] = {}
+        self._elements_left = {position: members[position].form.numel() for position in values}
+
+    def into(self, chunk: Chunk, record: Tensor) -> None:
+        """Write the parts that belong to a chunk into its record."""
+        for span in chunk.spans:
+            if span.parameter not in self._values:
+                continue
+            for name, flat in self._flat_of(span.parameter).items():
+                part = flat.narrow(0, span.start, span.length) if flat.dim() else flat
+                chunk.field(record, name).narrow(0, span.offset, span.length).copy_(part)
+            self._elements_left[span.parameter] -= span.length
+            if not self._elements_left[span.parameter]:
+                del self._flat[span.parameter]
+
+    def _flat_of(self, position: int) -> dict[str, Tensor]:
+        if position not in self._flat:
+            self._flat[position] = {
+                name: self._in_order(position, value) for name, value in self._values[position].items()
+            }
+        return self._flat[position]
+
+    def _in_order(self, position: int, value: Tensor) -> Tensor:
+        local = local_of(value)
+        return local if local.dim() == 0 else in_storage_order_of(self._members[position].form, local)
 
 
 def _describe(chunk: Chunk, members: Sequence[Member]) -> str:

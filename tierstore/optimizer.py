@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # what torch's optimizers use; torch.compiler.disable imports all of dynamo
 
-from tierstore.binding import Binding, draw, local_of, may_still_be_sharded, survey
+from tierstore.binding import Binding, draw
 from tierstore.build import Parts
 from tierstore.device import is_capturing, may_still_move_to_accelerator
 from tierstore.errors import FailedStepError, LeaseError, PolicyError, StoreClosedError
 from tierstore.guard import alone
 from tierstore.kernels import Scratch
+from tierstore.members import local_of, may_still_be_sharded, survey
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
 from tierstore.state_view import Handed, StateView, carried, check_states, materialise, write_state
@@ -178,7 +179,7 @@ class TieredAdamW(torch.optim.AdamW):
         order = [number for number in chunks if work.takes_part(binding.layout.chunks[number])]
         upcoming = chunks[::-1] if binding.plant.order == "alternating" else chunks
         try:
-            binding.store.run(order, upcoming, work.use, finish=binding.plant.finish)
+            binding.run(order, upcoming, work.use, is_step=True)
         except BaseException as error:
             self._tell_failure(binding, work, error)
             raise
@@ -257,8 +258,8 @@ class TieredAdamW(torch.optim.AdamW):
             raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
         if names := held.binding.store.names():
             raise LeaseError(
-                f"the parameters changed, so the store must be made anew, but {len(names)} tensors were put there by name "
-                f"({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore of their own"
+                f"the parameters changed, so the store must be made anew, but {len(names)} tensors were put there by "
+                f"name ({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore apart"
             )
         states = held.pending
         if states is None and held.binding.steps:

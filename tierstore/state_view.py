@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tierstore.binding import Binding, Member, sharded_like, survey
+from tierstore.binding import Binding
 from tierstore.errors import StateDictError
 from tierstore.layout import as_real, empty_like_stored
+from tierstore.members import Member, sharded_like, survey
 from tierstore.results import Results
 
 STEP = "step"

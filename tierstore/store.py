@@ -98,6 +98,10 @@ class ChunkStore(Guarded):
             if isinstance(place, Resident):
                 self._traffic.give_up(place, last_use)
 
+    def holds(self, chunk: int) -> bool:
+        """Whether the chunk was added and not removed."""
+        return chunk in self._infos
+
     def home_of(self, chunk: int) -> str:
         """The tier that has room reserved for the chunk."""
         return self._ledger.home(chunk)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tierstore.binding import Binding, local_of, sharded_like
+from tierstore.binding import Binding
 from tierstore.kernels import Hyper, Piece, Scratch, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
+from tierstore.members import local_of, sharded_like
 
 
 @dataclass(frozen=True, slots=True)

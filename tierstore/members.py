@@ -1,0 +1,109 @@
+"""What a parameter is to an optimizer: its local part, its place in the groups, and what must not change unnoticed.
+
+A `Member` describes one parameter as it was when it was looked at. It holds no state and no storage of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tierstore.layout import as_real
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One parameter at one position (its first, if it occurs more than once), as it was at binding."""
+
+    parameter: Tensor
+    group: int
+    name: str
+    is_covered: bool  # has room for state
+    amsgrad: bool
+    dtype: torch.dtype
+    form: Tensor  # shape, strides and dtype of `local_of(parameter)`; on meta, and not changed when the parameter is
+    identity: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, parameter: Tensor, group: Mapping[str, Any], number: int, *, name: str, is_covered: bool) -> Member:
+        local = local_of(parameter)
+        return cls(
+            parameter,
+            number,
+            name,
+            is_covered,
+            bool(group.get("amsgrad")),
+            getattr(parameter, "_local_tensor", parameter).dtype,
+            torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
+            identity_of(parameter, group),
+        )
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, as real numbers: a DTensor's shard, a complex tensor's pairs."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if hasattr(local, "wait"):  # what a collective that may still be under way will give
+        local = local.wait()
+    return as_real(local.detach())
+
+
+def sharded_like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Shard values of the parameter's shape as the parameter is, if both are DTensors.
+
+    A collective unless they are sharded alike already (gradients under sequence parallelism are partial sums, say): all
+    ranks call it for the same parameters in the same order.
+    """
+    wanted, found = getattr(parameter, "_spec", None), getattr(values, "_spec", None)
+    if wanted is None or found is None or (wanted.placements, wanted.mesh) == (found.placements, found.mesh):
+        return values
+    sharded: Tensor = values.to(parameter.device).redistribute(wanted.mesh, wanted.placements)  # type: ignore[attr-defined]
+    return sharded
+
+
+def may_still_be_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP may yet replace the parameter by a shard: it is whole, and there are other ranks."""
+    if hasattr(parameter, "_local_tensor") or not torch.distributed.is_available():
+        return False
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def needs_state(parameter: Tensor) -> bool:
+    """Whether a step may update the parameter."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def survey(groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> list[Member]:
+    """List the distinct parameters of all groups in order. `with_state`: those that have state, frozen or not."""
+    held = set(map(id, with_state))
+    members: dict[int, Member] = {}
+    for number, group in enumerate(groups):
+        for parameter, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
+            if id(parameter) in members:
+                continue
+            members[id(parameter)] = Member.of(
+                parameter,
+                group,
+                number,
+                name=name or f"param.{len(members)}",
+                is_covered=needs_state(parameter) or id(parameter) in held,
+            )
+    return list(members.values())
+
+
+def identity_of(parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What must stay the same for a layout to stay right."""
+    local = getattr(parameter, "_local_tensor", parameter)
+    return (
+        id(parameter),
+        local.dtype,
+        local.device,
+        local.shape,
+        local.stride(),
+        group.get("amsgrad"),
+        group.get("tier"),
+    )
