@@ -43,8 +43,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning"),
 ]
 
-COMBINATIONS = 120
-"""Each is trained under two policies: 240 combinations in the default run."""
+COMBINATIONS = 105
+"""Each is trained under two policies: 210 combinations in the default run."""
 
 
 def check_case(case: Case, policies: int, folder: Path) -> None:
