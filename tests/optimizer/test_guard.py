@@ -1,0 +1,185 @@
+"""Things that must not pass unnoticed around a step: late errors, second threads, timeouts, the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes import PATIENCE_SECONDS, FaultyEngine
+from tierstore import TieredAdamW
+from tierstore.build import Parts
+from tierstore.device import HostDevice
+from tierstore.errors import FailedStepError, LeaseError, TransferError, TransferTimeoutError, WrongThreadError
+from tierstore.io.base import Kind, Request
+
+
+def parameters(count: int = 8, elements: int = 3000) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    made = [torch.nn.Parameter(torch.randn(elements)) for _ in range(count)]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter)
+    return made
+
+
+def policy(tmp_path: Path, **io: Any) -> dict[str, Any]:
+    return {
+        "chunk_size": "16KiB",
+        "tiers": {"cpu": {"capacity": "64KiB"}, "nvme": {"paths": [str(tmp_path)], "io": io}},
+    }
+
+
+class LateDevice(HostDevice):
+    """An accelerator that tells of errors of launched work only when it is waited for."""
+
+    fails = False
+
+    def finish(self) -> None:
+        if self.fails:
+            raise RuntimeError("launched work failed")
+
+
+def test_an_error_told_after_the_last_chunk_breaks_the_step_off(tmp_path: Path) -> None:
+    device = LateDevice("stand-in")
+
+    class LateAdamW(TieredAdamW):
+        parts = Parts(open_device=lambda wanted, on: device)
+
+    three = policy(tmp_path)
+    three["tiers"]["gpu"] = {"device": "cpu", "capacity": "64KiB"}
+    with LateAdamW(parameters(), policy=three) as optimizer:
+        optimizer.step()
+        device.fails = True
+        with pytest.raises(RuntimeError, match="launched work failed"):
+            optimizer.step()
+        device.fails = False
+        with pytest.raises(FailedStepError, match="broke off"):
+            optimizer.step()
+
+
+def test_a_second_thread_cannot_step_while_the_first_one_is_in_its_step(tmp_path: Path) -> None:
+    engine = FaultyEngine(threads=4)
+
+    class HeldAdamW(TieredAdamW):
+        parts = Parts(open_engine=lambda *_, **__: engine)
+
+    ours = parameters()
+    optimizer = HeldAdamW(ours, policy=policy(tmp_path))
+    optimizer.step()
+    optimizer.store.wait()
+    engine.hold()
+    first = threading.Thread(target=optimizer.step)
+    first.start()
+    engine.wait_until_held()
+    errors = []
+    for use in (optimizer.step, optimizer.state_dict, optimizer.close, lambda: optimizer.store):
+        with pytest.raises(WrongThreadError):
+            use()
+        errors.append(use)
+    engine.release()
+    first.join(PATIENCE_SECONDS)
+    assert all(float(state["step"]) == 2 for state in optimizer.state.values())
+    optimizer.close()
+
+
+def test_an_optimizer_forgotten_on_one_of_its_own_workers_is_closed_by_another_thread(tmp_path: Path) -> None:
+    """The collector runs on whatever thread allocates; a worker that closed its own engine would wait for itself."""
+    collected = threading.Event()
+
+    class CollectingEngine(FaultyEngine):
+        """Holds the last reference of a cycle until one of its own workers collects it."""
+
+        collects = False
+
+        def transfer(self, request: Request) -> int:
+            moved = super().transfer(request)
+            if self.collects:
+                self.collects = False
+                gc.collect()
+                collected.set()
+            return moved
+
+    engine = CollectingEngine()
+
+    class ForgottenAdamW(TieredAdamW):
+        parts = Parts(open_engine=lambda *_, **__: engine)
+
+    optimizer: Any = ForgottenAdamW(parameters(), policy=policy(tmp_path))
+    optimizer.step()
+    optimizer.store.wait()
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer.cycle = optimizer
+        gone = weakref.ref(optimizer.store)
+        engine.hold()
+        engine.collects = True
+        optimizer.store.send_home([chunk for chunk in range(12) if optimizer.store.tier_of(chunk) == "cpu"])
+        del optimizer
+        engine.release()
+        assert collected.wait(PATIENCE_SECONDS)
+    finally:
+        gc.enable()
+    assert gone() is None
+    for thread in threading.enumerate():
+        if thread.name.startswith(("tierstore-", "closing tierstore")):
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive()
+
+
+def test_state_read_again_after_a_timeout_is_not_what_the_late_request_brings(tmp_path: Path) -> None:
+    engine = FaultyEngine(threads=2)
+
+    class SlowAdamW(TieredAdamW):
+        parts = Parts(open_engine=lambda *_, **__: engine)
+
+    with SlowAdamW(parameters(), policy=policy(tmp_path, timeout="50ms")) as optimizer:
+        optimizer.step()
+        optimizer.store.wait()
+        expected = optimizer.state_dict()["state"]
+        engine.hold()
+        with pytest.raises(TransferTimeoutError):
+            optimizer.state_dict()
+        engine.release()
+        found = optimizer.state_dict()["state"]
+        assert all(torch.equal(found[k][name], expected[k][name]) for k in expected for name in expected[k])
+
+
+def test_a_load_that_broke_off_can_be_made_again(tmp_path: Path) -> None:
+    engine = FaultyEngine()
+
+    class FaultyAdamW(TieredAdamW):
+        parts = Parts(open_engine=lambda *_, **__: engine)
+
+    ours = parameters()
+    with FaultyAdamW(ours, policy=policy(tmp_path)) as optimizer:
+        optimizer.step()
+        saved = optimizer.state_dict()
+        for nth in range(1, 6):
+            engine.fail(nth=nth, times=2, kind=Kind.WRITE)
+            try:
+                optimizer.load_state_dict(saved)
+                optimizer.store.wait()
+            except TransferError:
+                engine.heal()
+                optimizer.load_state_dict(saved)
+            engine.heal()
+            optimizer.store.check()
+            found = optimizer.state_dict()["state"]
+            assert all(torch.equal(found[k][n], saved["state"][k][n]) for k in saved["state"] for n in found[k])
+        optimizer.step()
+
+
+def test_parameters_that_changed_lose_no_tensor_that_a_user_put_beside_them(tmp_path: Path) -> None:
+    model = torch.nn.Linear(50, 50)
+    optimizer = TieredAdamW(model.parameters(), policy=policy(tmp_path))
+    optimizer.store.put("mine", torch.arange(10))
+    model.double()
+    with pytest.raises(LeaseError, match="mine"):
+        _ = optimizer.store
+    optimizer.close()
