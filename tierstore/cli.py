@@ -1,0 +1,167 @@
+"""The command line. Knows the options and how errors are told; what a command does is in its own module.
+
+Everything heavy is imported within the commands, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import tierstore
+from tierstore.demo.options import FAILED, HEAD_WIDTH, INTERRUPTED, STDOUT, DemoError, Options
+from tierstore.errors import SwapError, TierstoreError
+
+DEFAULTS = Options()
+MODEL, STATE, OUTPUT = "What is trained", "Where its state lives", "What is shown"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; `arguments` None: those of the process."""
+    app(args=_with_value(sys.argv[1:] if arguments is None else arguments, "--json", STDOUT), prog_name="tierstore")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(tierstore.__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """AdamW whose state lives on the GPU, in pinned host memory and in NVMe swap files."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many steps to train.", rich_help_panel=MODEL)
+    ] = DEFAULTS.steps,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What to train on, instead of Python's help topics.", rich_help_panel=MODEL),
+    ] = None,
+    width: Annotated[
+        int,
+        typer.Option(
+            min=HEAD_WIDTH, metavar="N", help=f"Of the model: a multiple of {HEAD_WIDTH}.", rich_help_panel=MODEL
+        ),
+    ] = DEFAULTS.width,
+    layers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of the model.", rich_help_panel=MODEL)
+    ] = DEFAULTS.layers,
+    context: Annotated[
+        int, typer.Option(min=2, metavar="N", help="How many bytes it sees at once.", rich_help_panel=MODEL)
+    ] = DEFAULTS.context,
+    batch: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many such windows a step.", rich_help_panel=MODEL)
+    ] = DEFAULTS.batch,
+    lr: Annotated[
+        float, typer.Option(min=0.0, metavar="RATE", help="The highest learning rate.", rich_help_panel=MODEL)
+    ] = DEFAULTS.learning_rate,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Of weights and batches.", rich_help_panel=MODEL)
+    ] = DEFAULTS.seed,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="Where the model is: auto, cpu or cuda.", rich_help_panel=MODEL)
+    ] = DEFAULTS.device,
+    policy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A policy, instead of one made to fit the model.", rich_help_panel=STATE),
+    ] = None,
+    tiers: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="The tiers to use of those, as cpu,nvme.", rich_help_panel=STATE),
+    ] = None,
+    swap: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER", help="Where swap files go; more than once for several disks.", rich_help_panel=STATE
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Train it again with torch's AdamW; compare every bit.", rich_help_panel=OUTPUT),
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print lines, as when there is no terminal.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[FILE]",
+            help="Write the results as JSON; without FILE to stdout, and all else to stderr.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Train a small language model on real text while its optimizer state lives in three tiers at once.
+
+    Exit status: 0; 1 when --verify finds a difference; 2 when something cannot be carried out; 130 after Ctrl-C.
+    """
+    options = Options(
+        steps=steps,
+        text=text,
+        seed=seed,
+        verify=verify,
+        policy=policy,
+        tiers=None if tiers is None else tuple(name.strip() for name in tiers.split(",")),
+        swap=tuple(swap or ()),
+        plain=plain,
+        json=json,
+        width=width,
+        layers=layers,
+        context=context,
+        batch=batch,
+        learning_rate=lr,
+        device=device,
+    )
+    raise typer.Exit(_run_demo(options))
+
+
+def _run_demo(options: Options) -> int:
+    """Run it; tell an error of tierstore's in one message."""
+    # Threads that spin while they wait for each other take the cores from swap I/O and from whatever else runs here:
+    # beside other jobs on two cores, a step took 2 to 5 times as long. Only read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        if options.width % HEAD_WIDTH:
+            raise DemoError(f"--width {options.width}: give a multiple of {HEAD_WIDTH}, the width of an attention head")
+        from tierstore.demo.job import run
+
+        return run(options)
+    except TierstoreError as error:
+        typer.echo(f"error: {_message(error)}", err=True)
+        return FAILED
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
+
+
+def _message(error: TierstoreError) -> str:
+    """What happened, without an error number; the file's name if it is not in the text."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    name = str(error.filename or "")
+    text = error.strerror if name in error.strerror else f"{name}: {error.strerror}"
+    return f"{text} (here: --swap FOLDER)" if isinstance(error, SwapError) else text
+
+
+def _with_value(arguments: Sequence[str], option: str, value: str) -> list[str]:
+    """Give an option whose value may be left out its `value` where no other follows."""
+    completed = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        is_bare = argument == option and following != value and following.startswith("-")
+        completed.append(f"{option}={value}" if is_bare else argument)
+    return completed
