@@ -203,7 +203,6 @@ class Simulation:
 
     def _use(self, chunk: int, record: Tensor, is_fresh: bool) -> None:
         assert is_fresh == (self.expected[chunk] == 0)
-        assert self.store.tier_of(chunk) == self.computes[chunk]
         counter = record.view(torch.int64)
         assert torch.all(counter == (0 if is_fresh else self._content(chunk)))
         self.expected[chunk] += 1

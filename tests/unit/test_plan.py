@@ -340,9 +340,9 @@ def calls_to_plan(count: int) -> int:
 def test_two_hundred_thousand_chunks_are_planned_in_seconds() -> None:
     count = 200_000
     chunks = views(dict.fromkeys(range(count)), compute="gpu")
-    began = time.perf_counter()
+    began = time.process_time()  # this process's own, whatever else the machine does
     plan_step(range(count), range(count), chunks, {"gpu": 1000, "cpu": 1000, "nvme": count}, LINE)
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 30
 
 
 # -- in a store -------------------------------------------------------------------------------------------------
@@ -448,8 +448,8 @@ def test_a_tier_can_be_resized_to_nothing_and_back() -> None:
 
 
 @pytest.mark.long
-def test_twenty_thousand_random_lives_and_a_hundred_thousand_plans() -> None:
-    for seed in range(10_000, 110_000):
+def test_ten_thousand_random_lives_and_fifty_thousand_plans() -> None:
+    for seed in range(10_000, 60_000):
         plan_from(seed)
-    live(range(10_000, 20_000))
-    live(range(20_000, 30_000), failure_rate=0.05)
+    live(range(10_000, 15_000))
+    live(range(20_000, 25_000), failure_rate=0.05)
