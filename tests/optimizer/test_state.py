@@ -641,6 +641,42 @@ def test_state_beyond_the_grant_is_returned_as_mappings_of_an_unnamed_file(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "warm"]
 
 
+@pytest.mark.parametrize("tiers", [{"cpu": {"capacity": "1GiB"}}, {"cpu": {}}, {}], ids=["large", "auto", "none"])
+def test_results_take_no_second_cpu_tier_of_memory(tiers: dict[str, Any], tmp_path: Path) -> None:
+    """Invariant 6: the cpu tier's capacity is what the user can spare, so a checkpoint must not take it once more.
+
+    96 MiB of state, saved whole or read field by field: with 1 GiB of cpu tier all of it would come on top.
+    """
+    printed = run_alone(
+        f"""
+        import torch
+        from tierstore.optimizer import TieredAdamW
+
+        def anonymous_kib():
+            return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+        parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(12)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        tiers = {{**{tiers!r}, "nvme": {{"paths": [folder]}}}}
+        optimizer = TieredAdamW(parameters, policy={{"chunk_size": "1MiB", "tiers": tiers}})
+        optimizer.step()
+        float(optimizer.state[parameters[0]]["exp_avg"][0])
+        optimizer.store.wait()
+        before = anonymous_kib()
+        saved = optimizer.state_dict()
+        print(anonymous_kib() - before)
+        del saved
+        read = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
+        print(anonymous_kib() - before)
+        """,
+        tmp_path,
+    )
+    saving_kib, reading_kib = map(int, printed.split())
+    assert saving_kib < 8 * KIB  # known to be more than the grant, so all of it is mapped
+    assert 32 * KIB < reading_kib < 72 * KIB  # the grant, then mappings
+
+
 def test_results_file_takes_no_more_disk_than_the_state(tmp_path: Path) -> None:
     parameters = seeded((70_000,))
     policy = small_policy(tmp_path)
