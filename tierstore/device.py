@@ -285,6 +285,18 @@ def may_still_move_to_accelerator(device: torch.device) -> bool:
     return device.type == "meta" or (device.type == "cpu" and torch.accelerator.is_available())
 
 
+def present_accelerator() -> torch.device | None:
+    """The accelerator that torch has here, by the index of the current one; None if there is none that works."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else _with_index(accelerator)
+
+
+def wait_for_all_work(device: torch.device) -> None:
+    """Wait until an accelerator has done all it was given; the CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a graph, which host I/O cannot be part of."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -1,8 +1,9 @@
 """Memory for tensors that are handed out: state that a caller reads, or takes away in a state dict.
 
 Small results are ordinary memory. With an nvme tier, all beyond a grant of at most 64 MiB, and of no more than the cpu
-tier has, are mappings of an unnamed, reserved file in the swap folder, each tensor with a storage of its own over its own part, so that reading state larger than memory does not
-take it. The file's space is given back when the last tensor over it is gone.
+tier has, are mappings of an unnamed, reserved file in the swap folder, each tensor with a storage of its own over its
+own part, so that reading state larger than memory does not take it. The file's space is given back when the last tensor
+over it is gone.
 """
 
 from __future__ import annotations

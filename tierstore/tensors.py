@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tierstore.build import Parts, Plant, plan_plant
+from tierstore.device import present_accelerator
 from tierstore.errors import CapacityError, DiskFullError, InvariantError, LeaseError, PolicyError, TierstoreError
 from tierstore.forms import Form, take_apart
 from tierstore.pieces import Kind, Piece
@@ -172,7 +173,8 @@ class TieredStore(PieceStore):
     def where(self, name: str | None = None) -> dict[str, int] | dict[str, dict[str, int]]:
         """Say in which tiers a tensor's bytes are, as bytes by tier; without a name, that of every name.
 
-        A parameter of an optimizer has a name here too. What has no bytes (yet) is nowhere.
+        A parameter of an optimizer has a name here too. What has no bytes (yet) is nowhere. Bytes may be in cpu
+        though the policy has no such tier: in extents for staging, which `stats` counts as the cpu tier's.
         """
         with self._entered():
             if name is not None:
@@ -380,8 +382,8 @@ def _accelerators(policy: TierPolicy) -> list[torch.device]:
     gpu = policy.tiers.gpu
     if gpu is None or gpu.device == "cpu":
         return []
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return [] if accelerator is None else [torch.device(accelerator.type, torch.accelerator.current_device_index())]
+    accelerator = present_accelerator()
+    return [] if accelerator is None else [accelerator]
 
 
 def _chunk_bytes(plant: Plant) -> int:

@@ -28,6 +28,7 @@ from tierstore.demo.summary import print_header, print_summary
 from tierstore.demo.text import Text, read_text
 from tierstore.demo.training import Course, heldout_losses, repeatable, train
 from tierstore.demo.view import View, open_view
+from tierstore.device import present_accelerator
 from tierstore.optimizer import TieredAdamW
 
 _STATE_BYTES = 8
@@ -170,7 +171,7 @@ def _tensor(content: bytes) -> Tensor:
 
 def _device(wanted: str) -> torch.device:
     """The device to train on; `auto` is an accelerator if pinned memory and streams work there, else the CPU."""
-    present = torch.accelerator.current_accelerator(check_available=True)
+    present = present_accelerator()
     if wanted == "auto":
         return present if present is not None and present.type == "cuda" else torch.device("cpu")
     try:

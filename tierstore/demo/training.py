@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.lr_scheduler import LambdaLR
 
 from tierstore.demo.model import ByteTransformer
+from tierstore.device import wait_for_all_work
 
 WARMUP_STEPS = 10
 LAST_RATE = 0.1
@@ -67,10 +68,10 @@ def train(
         value = loss.item()
         forward = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
-        _finish(device)
+        wait_for_all_work(device)
         backward = time.perf_counter()
         optimizer.step()
-        _finish(device)
+        wait_for_all_work(device)
         updated = time.perf_counter()
         optimizer.zero_grad()
         schedule.step()
@@ -126,8 +127,3 @@ def _windows(text: Tensor, starts: list[int], context: int) -> Tensor:
 def _loss(model: ByteTransformer, windows: Tensor) -> Tensor:
     logits: Tensor = model(windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
