@@ -224,7 +224,9 @@ class Plant:
 
     def _tell(self, rooms: Mapping[str, Room], extent_bytes: int) -> None:
         for name, room in rooms.items():
-            staging = "" if room.homes else ", for staging only"
+            staging = (
+                "" if room.homes else ", for staging only: the policy has no such tier, but chunks pass through it"
+            )
             _log.info("%s: %d extents of %d bytes%s", name, room.extents, extent_bytes, staging)
 
 

@@ -21,7 +21,10 @@ _BUCKETS = _BUCKETS_PER_DECADE * 9  # 1 us to 1,000 s
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier now; `peak_bytes` is the most it ever had in use."""
+    """One tier now; `peak_bytes` is the most it ever had in use.
+
+    A policy without a cpu tier may yet have one here, for staging: chunks pass through it, and some are kept in it.
+    """
 
     capacity_bytes: int
     used_bytes: int

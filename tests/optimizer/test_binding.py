@@ -287,6 +287,25 @@ def test_rebinding_takes_over_the_disk_space_of_the_old_files(tmp_path: Path, mo
     assert optimizer.store is not before
 
 
+def test_memory_for_staging_is_seen_in_stats_where_and_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A policy of nvme alone takes host memory all the same: not to be hidden, nor warned of as if it were wrong."""
+    parameters = seeded((30_000,))
+    optimizer = TieredAdamW(parameters, policy=small_policy(tmp_path, ["nvme"]))
+    with warnings.catch_warnings(), caplog.at_level("INFO", logger="tierstore.build"):
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the swap folder")
+        train(optimizer, parameters, range(2))
+    optimizer.store.wait()
+    stats = optimizer.store.stats().tiers["cpu"]
+    assert stats.capacity_bytes == 8 * 16 * KIB and stats.peak_bytes > 0
+    assert optimizer.store.where("param.0").get("cpu", 0) > 0
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if "cpu: 8 extents" in record.message and "staging" in record.message
+    ]
+
+
 def test_a_placement_rule_that_matches_nothing_warns_once_naming_the_pattern(tmp_path: Path) -> None:
     rules = [{"params": "*weight", "tier": "cpu"}, {"params": "*embed*", "tier": "cpu"}]
     model = nn.Linear(50, 40)
