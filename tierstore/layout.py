@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -96,6 +97,22 @@ class Chunk:
         offset = self.field_offsets[name]
         return record[offset : offset + self.elements * dtype.itemsize].view(dtype)
 
+    def parts(self, record: Tensor, name: str) -> tuple[Tensor, ...]:
+        """View one field of a record span by span."""
+        lengths, are_spans = self._cuts
+        return tuple(compress(self.field(record, name).split_with_sizes(lengths), are_spans))
+
+    @cached_property
+    def _cuts(self) -> tuple[list[int], list[bool]]:
+        """Lengths of the spans and of the gaps after them, and which are spans."""
+        ends = [*(span.offset for span in self.spans[1:]), self.elements]
+        lengths, are_spans = [], []
+        for span, end in zip(self.spans, ends, strict=True):
+            gap = end - span.offset - span.length
+            lengths += [span.length, gap] if gap else [span.length]
+            are_spans += [True, False] if gap else [True]
+        return lengths, are_spans
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -169,6 +186,8 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill one gap-free piece of storage, each once, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(_steps(tensor)):
         if stride != expected:
@@ -191,8 +210,8 @@ def in_storage_order_of(parameter: Tensor, values: Tensor) -> Tensor:
     """
     if values is not parameter:
         values = values.resolve_neg()  # a gradient whose storage holds the negative of what it shows
-    if not is_dense(parameter):
-        return values.contiguous().view(-1)
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return values.contiguous().flatten()
     if _steps(values) == _steps(parameter):
         return values.as_strided((values.numel(),), (1,), values.storage_offset())
     copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=values.dtype, device=values.device)

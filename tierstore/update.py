@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tierstore.binding import Binding
-from tierstore.kernels import Hyper, Piece, Scratch, update
+from tierstore.kernels import Hyper, Manner, Pieces, Scratch, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
 
 
-@dataclass(frozen=True, slots=True)
-class Participant:
-    """A parameter that is updated in a step: its gradient, sharded as it is, and how often it occurs in its group."""
+class Participant(NamedTuple):
+    """A parameter that is updated in a step: its local part, that of its gradient, how often it occurs in its group."""
 
     parameter: Tensor
     gradient: Tensor
@@ -31,14 +30,14 @@ class Participant:
     def of(cls, parameter: Tensor, times: int) -> Participant:
         """Take the parameter's gradient; all ranks do it in one order. Raises RuntimeError if it cannot be used."""
         assert parameter.grad is not None
-        gradient = sharded_like(parameter, _resolved(parameter.grad))
-        wanted, found = local_of(parameter).shape, local_of(gradient).shape
-        if wanted != found:
+        gradient = local_of(sharded_like(parameter, _resolved(parameter.grad)))
+        local = local_of(parameter)
+        if local.shape != gradient.shape:
             raise RuntimeError(
-                f"a gradient of shape {tuple(found)} belongs to a sharded parameter, of which {tuple(wanted)} is here: "
-                f"make it a DTensor"
+                f"a gradient of shape {tuple(gradient.shape)} belongs to a sharded parameter, of which "
+                f"{tuple(local.shape)} is here: make it a DTensor"
             )
-        return cls(parameter, gradient, times)
+        return cls(local, gradient, times)
 
 
 @dataclass
@@ -48,8 +47,7 @@ class StepWork:
     binding: Binding
     participants: Mapping[int, Participant]
     hypers: list[Hyper]
-    scratch: Scratch
-    grad_scale: Tensor | None
+    manner: Manner
     steps: dict[int, Tensor]  # what the step counts will be
     new: frozenset[int]  # those that have no state yet
     finished: set[int] = field(default_factory=set)
@@ -67,7 +65,8 @@ class StepWork:
         """Prepare a step; changes nothing."""
         hypers = [_hyper_of(group) for group in groups]
         new = frozenset(participants.keys() - binding.steps.keys())
-        return cls(binding, participants, hypers, scratch, grad_scale, _advanced(binding, participants), new)
+        manner = Manner(scratch, binding.policy.check_parameters, grad_scale)
+        return cls(binding, participants, hypers, manner, _advanced(binding, participants), new)
 
     def count(self) -> None:
         """Count the step, which is done, in every participant."""
@@ -85,46 +84,46 @@ class StepWork:
         self.binding.plant.launch(chunk.cls.compute, lambda: self._update(chunk, record))
 
     def _update(self, chunk: Chunk, record: Tensor) -> None:
-        fields = {name.name: chunk.field(record, name.name) for name in chunk.cls.fields}
-        pieces: dict[int, list[Piece]] = {}
-        spans = [span for span in chunk.spans if span.parameter in self.participants]
-        for span in spans:
-            group = self.binding.members[span.parameter].group
-            pieces.setdefault(group, []).extend(self._pieces(span, fields))
-        for group, members in pieces.items():
-            update(
-                members,
-                self.hypers[group],
-                self.scratch,
-                check_parameters=self.binding.policy.check_parameters,
-                grad_scale=self.grad_scale,
+        runs = {
+            number: self._run_of(span) for number, span in enumerate(chunk.spans) if span.parameter in self.participants
+        }
+        fields = {field.name: chunk.parts(record, field.name) for field in chunk.cls.fields}
+        for (turn, is_new, group, *_), numbers in self._batches(chunk).items():
+            pieces = Pieces(
+                [runs[number][0] for number in numbers],
+                [runs[number][1] for number in numbers],
+                _chosen(fields, "exp_avg", numbers),
+                _chosen(fields, "exp_avg_sq", numbers),
+                _chosen(fields, "max_exp_avg_sq", numbers),
+                _chosen(fields, "master", numbers),
+                [self.steps[chunk.spans[number].parameter] for number in numbers],
             )
-        for span in spans:
-            self._end_span(span)
+            if is_new and turn == 0:
+                begin(pieces)
+            update(pieces, self.hypers[group], self.manner)
+        for number in runs:
+            self._end_span(chunk.spans[number])
 
-    def _pieces(self, span: Span, fields: Mapping[str, Tensor]) -> list[Piece]:
-        """The piece that a span stands for, as often as its parameter occurs in its group."""
-        flat = self._flat_of(span.parameter)
+    def _batches(self, chunk: Chunk) -> dict[_Alike, list[int]]:
+        """The numbers of the spans that can be updated together; a span is in as many as its parameter occurs."""
+        batches: dict[_Alike, list[int]] = {}
+        for number, span in enumerate(chunk.spans):
+            participant = self.participants.get(span.parameter)
+            if participant is not None:
+                gradient, is_new = participant.gradient, span.parameter in self.new
+                for turn in range(participant.times):
+                    key = (turn, is_new, span.group, gradient.dtype, gradient.device)
+                    batches.setdefault(key, []).append(number)
+        return batches
 
-        def part(name: str) -> Tensor:
-            return fields[name].narrow(0, span.offset, span.length)
-
-        piece = Piece(
-            flat.parameter.narrow(0, span.start, span.length),
-            flat.gradient.narrow(0, span.start, span.length),
-            part("exp_avg"),
-            part("exp_avg_sq"),
-            part("max_exp_avg_sq") if "max_exp_avg_sq" in fields else None,
-            part("master") if "master" in fields else None,
-            self.steps[span.parameter],
-            span.parameter in self.new,
-        )
-        return [piece] * self.participants[span.parameter].times
-
-    def _flat_of(self, position: int) -> _Flat:
-        if position not in self._flat:
-            self._flat[position] = _Flat.of(self.participants[position])
-        return self._flat[position]
+    def _run_of(self, span: Span) -> tuple[Tensor, Tensor]:
+        """The values and the gradient of a span."""
+        flat = self._flat.get(span.parameter)
+        if flat is None:
+            flat = self._flat[span.parameter] = _Flat.of(self.participants[span.parameter])
+        if span.length == flat.parameter.numel():
+            return flat.parameter, flat.gradient
+        return flat.parameter.narrow(0, span.start, span.length), flat.gradient.narrow(0, span.start, span.length)
 
     def _end_span(self, span: Span) -> None:
         flat = self._flat[span.parameter]
@@ -135,7 +134,11 @@ class StepWork:
             self.finished.add(span.parameter)
 
 
-@dataclass
+_Alike = tuple[int, bool, int, torch.dtype, torch.device]
+"""Turn (of a parameter that occurs more than once), whether state is new, group, the gradient's dtype and device."""
+
+
+@dataclass(slots=True)
 class _Flat:
     """A parameter and its gradient as 1-D tensors in one storage order: views where that is possible, else copies."""
 
@@ -146,14 +149,21 @@ class _Flat:
 
     @classmethod
     def of(cls, participant: Participant) -> _Flat:
-        local, gradient = local_of(participant.parameter), local_of(participant.gradient)
+        local = participant.parameter
         flat = in_storage_order_of(local, local)
-        return cls(flat, in_storage_order_of(local, gradient), flat.numel(), None if is_dense(local) else local)
+        gradient = in_storage_order_of(local, participant.gradient)
+        return cls(flat, gradient, flat.numel(), None if is_dense(local) else local)
 
     def put_back(self) -> None:
         """Write the copy of a parameter that is not dense to where it came from."""
         if self.original is not None:
             self.original.copy_(self.parameter.view(self.original.shape))
+
+
+def _chosen(fields: Mapping[str, Sequence[Tensor]], name: str, numbers: Sequence[int]) -> list[Tensor]:
+    """Some spans of a field, none if the chunk does not have it."""
+    parts = fields.get(name)
+    return [] if parts is None else [parts[number] for number in numbers]
 
 
 def _resolved(gradient: Tensor) -> Tensor:
@@ -162,11 +172,16 @@ def _resolved(gradient: Tensor) -> Tensor:
 
 
 def _advanced(binding: Binding, participants: Mapping[int, Participant]) -> dict[int, Tensor]:
-    """Step counts one step on, once for each time a parameter occurs in its group, as torch does; a copy."""
+    """Step counts one step on, once for each time a parameter occurs in its group, as torch does.
+
+    Those that are equal are one tensor, and none is what the binding holds.
+    """
     fresh = torch.tensor(0.0)
     counts = torch.stack([binding.steps.get(position, fresh) for position in participants])
     counts += torch.tensor([float(participant.times) for participant in participants.values()])
-    return dict(zip(participants, counts.unbind(), strict=True))
+    values = counts.tolist()
+    tensors = {value: torch.tensor(value) for value in set(values)}
+    return {position: tensors[value] for position, value in zip(participants, values, strict=True)}
 
 
 def _hyper_of(group: Mapping[str, Any]) -> Hyper:
