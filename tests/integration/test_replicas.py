@@ -61,7 +61,7 @@ def _zero(model: nn.Module, folder: Path | None, tiers: str = "cpu-nvme", **opti
     if folder is None:
         options = {"optimizer_class": torch.optim.AdamW, "fused": True, **options}
     else:
-        options = {"optimizer_class": TieredAdamW, "policy": policy(tiers, folder), **options}
+        options = {"optimizer_class": functools.partial(TieredAdamW, policy=policy(tiers, folder)), **options}
     return ZeroRedundancyOptimizer(model.parameters(), **OPTIONS, **options)
 
 
