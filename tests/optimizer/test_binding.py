@@ -812,18 +812,21 @@ def test_a_second_thread_is_refused_while_the_first_is_inside_and_changes_nothin
     optimizer = Slow(parameters, lr=1e-2, policy=small_policy(tmp_path))
     train(optimizer, parameters, range(2))
     train(torch.optim.AdamW(theirs, lr=1e-2, fused=True), theirs, range(2))
-    optimizer.store.wait()
+    store = optimizer.store
+    store.wait()
     reference = torch.optim.AdamW(theirs, lr=1e-2, fused=True)
     reference.load_state_dict(optimizer.state_dict())
     engine[0].hold()
     first = threading.Thread(target=train, args=(optimizer, parameters, [2]))
     first.start()
-    engine[0].wait_until_held()
-    for use in (optimizer.step, optimizer.state_dict, optimizer.store.stats):
-        with pytest.raises(WrongThreadError):
-            use()
-    engine[0].release()
-    first.join()
+    try:
+        engine[0].wait_until_held()
+        for use in (optimizer.step, optimizer.state_dict, store.stats):
+            with pytest.raises(WrongThreadError):
+                use()
+    finally:
+        engine[0].release()
+        first.join()
     train(reference, theirs, [2])
     assert_same_parameters(parameters, theirs)
     train(optimizer, parameters, [3])  # another thread may go on when the first is out
