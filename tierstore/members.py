@@ -49,7 +49,7 @@ def local_of(tensor: Tensor) -> Tensor:
     local = getattr(tensor, "_local_tensor", tensor)
     if hasattr(local, "wait"):  # what a collective that may still be under way will give
         local = local.wait()
-    return as_real(local.detach())
+    return as_real(local.detach() if local.requires_grad else local)
 
 
 def sharded_like(parameter: Tensor, values: Tensor) -> Tensor:
