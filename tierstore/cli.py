@@ -132,8 +132,9 @@ def demo(
 
 def _run_demo(options: Options) -> int:
     """Run it; tell an error of tierstore's in one message."""
-    # Threads that spin while they wait for each other take the cores from swap I/O and from whatever else runs here:
-    # beside other jobs on two cores, a step took 2 to 5 times as long. Only read when torch is loaded.
+    # Threads that spin while they wait for each other keep the cores from swap I/O and from whatever else runs here:
+    # on two busy cores a step took 3 to 7 times as long. Waiting passively costs a fifth on idle ones. Only read when
+    # torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if options.width % HEAD_WIDTH:
