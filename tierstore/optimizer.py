@@ -9,50 +9,26 @@ a scheduler or a framework may do to a `torch.optim.AdamW` works here too; `stat
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # what torch's optimizers use; torch.compiler.disable imports all of dynamo
 
-from tierstore.binding import Binding, draw
+from tierstore.binding import Binding
 from tierstore.build import Parts
-from tierstore.device import is_capturing, may_still_move_to_accelerator
-from tierstore.errors import FailedStepError, LeaseError, PolicyError, StoreClosedError
-from tierstore.guard import alone
-from tierstore.kernels import Scratch
-from tierstore.members import local_of, may_still_be_sharded, survey
+from tierstore.device import is_capturing
+from tierstore.errors import FailedStepError, PolicyError
+from tierstore.held import Held
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
-from tierstore.state_view import Handed, StateView, carried, check_states, materialise, write_state
+from tierstore.state_view import Handed, StateView, check_states, materialise
 from tierstore.tensors import TieredStore
 from tierstore.update import Participant, StepWork
 
 _KEPT = ("_step_supports_amp_scaling",)
-
-
-@dataclass
-class _Held:
-    """What a TieredAdamW has besides torch's attributes.
-
-    One object that is never replaced: Lightning's wrappers are of this class without its constructor and look up
-    attributes in the optimizer they wrap, so that what is assigned to a wrapper is not seen there.
-    """
-
-    policy: TierPolicy
-    binding: Binding | None = None
-    handed: Handed | None = None
-    pending: dict[Tensor, Mapping[str, Any]] | None = None
-    scratch: Scratch = field(default_factory=Scratch)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    is_reversed: bool = False
-    has_told: bool = False  # what of the policy does not come to bear: once is enough
-    is_closed: bool = False
 
 
 class TieredAdamW(torch.optim.AdamW):
@@ -109,18 +85,7 @@ class TieredAdamW(torch.optim.AdamW):
 
     def _begin(self, policy: TierPolicy) -> None:
         """Set what must be there before torch's constructor and `__setstate__` assign to `state`."""
-        self._held = _Held(policy)
-
-    def check_fits(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> None:
-        """Find out before training whether all state will find room; later, for parameters that may still change.
-
-        Raises CapacityError or PolicyError; before anything is bound, SwapError or DiskFullError too. `with_state`:
-        parameters that have state, frozen or not.
-        """
-        members = survey(groups, with_state)
-        if not any(_may_still_change(member.parameter) for member in members):
-            blueprint = draw(members, groups, self._held.policy, self.parts)
-            blueprint.check_fits(is_first=self._held.binding is None)
+        self._held = Held(policy, self.parts)
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -132,14 +97,14 @@ class TieredAdamW(torch.optim.AdamW):
         Returns once the parameters are final; chunks may still be on their way back, and an error of theirs is raised
         by the next call, with the chunk safe where it was. Raises FailedStepError if an earlier step broke off.
         """
-        self._refuse_if_closed()
+        self._held.refuse_if_closed()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if is_capturing():
             raise RuntimeError("TieredAdamW.step() reads and writes files: it cannot be captured in a CUDA graph")
-        with self._alone():
+        with self._held.alone():
             gradients = self._gradients()
             if gradients and not self._is_skipped():
                 self._step(gradients)
@@ -209,87 +174,23 @@ class TieredAdamW(torch.optim.AdamW):
 
         `with_state`: parameters that must have room for state, even if they are frozen.
         """
-        with self._alone():
-            return self._bound(with_state)
-
-    def _bound(self, with_state: Collection[object]) -> tuple[Binding, Handed]:
-        self._refuse_if_closed()
-        held = self._held
-        covered = [*with_state, *(held.pending or ())]
-        if held.binding is None or held.handed is None or not held.binding.is_current(self.param_groups, covered):
-            self._unbind(covered)
-            held.binding = Binding(
-                self.param_groups, held.policy, self.parts, with_state=[*with_state, *(held.pending or ())]
-            )
-            held.handed = Handed(held.binding)
-            if not held.has_told:
-                held.binding.tell_what_is_missing()
-                held.has_told = True
-        if held.pending is not None:
-            self._load(held.binding, held.handed, held.pending)
-            held.pending = None  # not before all is written: a load that fails is made again by the next call
-        return held.binding, held.handed
+        return self._held.bound(self.param_groups, with_state)
 
     def bound_for(self, parameter: object, *, is_written: bool = False) -> tuple[Binding, Handed, int]:
         """The binding and the parameter's position; looks at the other parameters only if this one has changed."""
-        held = self._held
-        binding, handed = held.binding, held.handed
-        position = None if binding is None else binding.position.get(id(parameter))
-        is_settled = held.pending is None and not held.is_closed and binding is not None and handed is not None
-        if (
-            not is_settled
-            or position is None
-            or not binding.is_current_at(  # type: ignore[union-attr]
-                position, self.param_groups, is_covered=is_written
-            )
-        ):
-            binding, handed = self.bound(with_state=[parameter] if is_written else [])
-            position = binding.position.get(id(parameter))
-            if position is None:
-                raise KeyError(parameter)
-        return binding, handed, position  # type: ignore[return-value]
+        return self._held.bound_for(self.param_groups, parameter, is_written=is_written)
 
-    def _unbind(self, covered: Collection[object]) -> None:
-        """Take all state out of a binding that is no longer current, for the next one to load; nothing is lost."""
-        held = self._held
-        if held.binding is None or held.handed is None:
-            return
-        if held.pending is None and held.binding.store.broken_off is not None:
-            raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
-        if names := held.binding.store.names():
-            raise LeaseError(
-                f"the parameters changed, so the store must be made anew, but {len(names)} tensors were put there by "
-                f"name ({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore apart"
-            )
-        states = held.pending
-        if states is None and held.binding.steps:
-            states = carried(held.binding, materialise(held.binding, held.handed), self.param_groups)
-        self.check_fits(self.param_groups, [*covered, *(states or ())])
-        held.binding.close()
-        held.binding, held.handed, held.pending = None, None, states
-
-    def _load(self, binding: Binding, handed: Handed, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Replace all state, without a look at the old: its files may be why this is done."""
-        check_states(self.param_groups, states)
-        handed.forget()
-        binding.discard()
-        by_position = {binding.position[id(parameter)]: state for parameter, state in states.items() if state}
-        write_state(binding, handed, by_position, is_whole=True)
+    def check_fits(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> None:
+        """Find out whether all state will find room in the tiers; see `Held.check_fits`."""
+        self._held.check_fits(groups, with_state)
 
     def knows(self, parameter: object) -> bool:
         """Whether it is one of the parameters; makes no binding."""
-        binding = self._held.binding
-        is_bound = binding is not None and id(parameter) in binding.position
-        return is_bound or any(parameter is other for group in self.param_groups for other in group["params"])
+        return self._held.knows(self.param_groups, parameter)
 
     def has_state(self) -> bool:
         """Whether there may be any state; False spares making a binding to find none."""
-        held = self._held
-        return bool(held.pending if held.pending is not None else held.binding is not None and held.binding.steps)
-
-    def _refuse_if_closed(self) -> None:
-        if self._held.is_closed:
-            raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
+        return self._held.has_state()
 
     @property
     def store(self) -> TieredStore:
@@ -316,7 +217,7 @@ class TieredAdamW(torch.optim.AdamW):
         The tensors are copies, unaffected by later steps. State larger than the policy grants in memory is returned as
         mappings of an unnamed file in the swap folder.
         """
-        with self._alone():
+        with self._held.alone():
             handle = self.register_state_dict_post_hook(materialise_entries, prepend=True)
             try:
                 return super().state_dict()
@@ -328,7 +229,7 @@ class TieredAdamW(torch.optim.AdamW):
 
         Raises ValueError or StateDictError, with the optimizer unchanged, for state of another optimizer or model.
         """
-        with self._alone():
+        with self._held.alone():
             handle = self.register_load_state_dict_pre_hook(check_and_wrap)
             try:
                 super().load_state_dict(state_dict)
@@ -382,27 +283,13 @@ class TieredAdamW(torch.optim.AdamW):
 
     def close(self) -> None:
         """Give back memory, files and threads; the state is gone. Idempotent."""
-        with self._alone():
-            self._held.is_closed = True
-            self._held.handed = None
-            self._held.pending = None
-            if self._held.binding is not None:
-                self._held.binding.close()
-
-    def _alone(self) -> AbstractContextManager[None]:
-        """Be the only thread inside, with signals deferred: nothing here is ever left half done by one."""
-        return alone(self._held.lock, "the optimizer")
+        self._held.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _may_still_change(parameter: Tensor) -> bool:
-    """Whether a framework may yet move the parameter or cut it, so that it is too early to count its bytes."""
-    return may_still_move_to_accelerator(local_of(parameter).device) or may_still_be_sharded(parameter)
 
 
 def _refuse_what_cannot_be_honoured(options: Mapping[str, Any]) -> None:

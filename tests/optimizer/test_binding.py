@@ -773,7 +773,7 @@ def test_a_binding_that_fails_half_way_leaves_nothing(
     parameters = seeded((30_000,))
     before = parameters[0].detach().clone()
     optimizer = TieredAdamW(parameters, policy=small_policy(tmp_path))
-    monkeypatch.setattr(TieredAdamW, "parts", parts)
+    monkeypatch.setattr(optimizer._held, "parts", parts)
     set_gradients(parameters, 0)
     for _ in range(2):
         with pytest.raises(RefusalError):

@@ -120,5 +120,3 @@ def _whereabouts(name: str, chosen: Chosen, stats: Stats) -> str:
 
 def _count(tiers: int) -> str:
     return {1: "one tier", 2: "two tiers", 3: "three tiers"}[tiers]
-
-

@@ -1,0 +1,157 @@
+"""What a tiered optimizer has besides torch's attributes: its policy, its binding, and state waiting for one.
+
+Makes the binding when it is needed, and again when the parameters are not those bound; state is carried over, and stays
+pending until all of it is written, so that what fails half-way is made again by the next call. Knows the groups only as
+they are given: torch replaces them on every load.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from tierstore.binding import Binding, draw
+from tierstore.build import Parts
+from tierstore.device import may_still_move_to_accelerator
+from tierstore.errors import FailedStepError, LeaseError, StoreClosedError
+from tierstore.guard import alone
+from tierstore.kernels import Scratch
+from tierstore.members import local_of, may_still_be_sharded, survey
+from tierstore.policy import TierPolicy
+from tierstore.state_view import Handed, carried, check_states, materialise, write_state
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Held:
+    """One object for the life of an optimizer, never replaced.
+
+    Lightning's wrappers are of the optimizer's class without its constructor and look up attributes in the optimizer
+    they wrap, so that what is assigned to a wrapper is not seen there.
+    """
+
+    def __init__(self, policy: TierPolicy, parts: Parts) -> None:
+        self.policy = policy
+        self.binding: Binding | None = None
+        self.pending: dict[Tensor, Mapping[str, Any]] | None = None
+        self.scratch = Scratch()
+        self.is_reversed = False
+        self.parts = parts
+        self._handed: Handed | None = None
+        self._lock = threading.RLock()
+        self._has_told = False  # what of the policy does not come to bear: once is enough
+        self._is_closed = False
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Be the only thread inside, with signals deferred: nothing here is ever left half done by one."""
+        return alone(self._lock, "the optimizer")
+
+    def check_fits(self, groups: Groups, with_state: Iterable[object] = ()) -> None:
+        """Find out before training whether all state will find room; later, for parameters that may still change.
+
+        Raises CapacityError or PolicyError; before anything is bound, SwapError or DiskFullError too. `with_state`:
+        parameters that have state, frozen or not.
+        """
+        members = survey(groups, with_state)
+        if not any(_may_still_change(member.parameter) for member in members):
+            draw(members, groups, self.policy, self.parts).check_fits(is_first=self.binding is None)
+
+    def bound(self, groups: Groups, with_state: Collection[object] = ()) -> tuple[Binding, Handed]:
+        """The binding of the parameters in `groups` as they are now, with all state in it, and what it handed out.
+
+        `with_state`: parameters that must have room for state, even if they are frozen.
+        """
+        with self.alone():
+            self.refuse_if_closed()
+            covered = [*with_state, *(self.pending or ())]
+            if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered):
+                self._unbind(groups, covered)
+                self.binding = Binding(groups, self.policy, self.parts, with_state=[*with_state, *(self.pending or ())])
+                self._handed = Handed(self.binding)
+                self._tell_once(self.binding)
+            if self.pending is not None:
+                self._load(groups, self.binding, self._handed, self.pending)
+                self.pending = None  # not before all is written: a load that fails is made again by the next call
+            return self.binding, self._handed
+
+    def bound_for(self, groups: Groups, parameter: object, *, is_written: bool) -> tuple[Binding, Handed, int]:
+        """The binding and the parameter's position; looks at the other parameters only if this one has changed.
+
+        Raises KeyError for what is no parameter. `is_written`: it must have room for state, even if it is frozen.
+        """
+        binding, handed = self.binding, self._handed
+        if binding is not None and handed is not None and self.pending is None and not self._is_closed:
+            position = binding.position.get(id(parameter))
+            if position is not None and binding.is_current_at(position, groups, is_covered=is_written):
+                return binding, handed, position
+        binding, handed = self.bound(groups, [parameter] if is_written else [])
+        position = binding.position.get(id(parameter))
+        if position is None:
+            raise KeyError(parameter)
+        return binding, handed, position
+
+    def knows(self, groups: Groups, parameter: object) -> bool:
+        """Whether it is one of the parameters; makes no binding."""
+        is_bound = self.binding is not None and id(parameter) in self.binding.position
+        return is_bound or any(parameter is other for group in groups for other in group["params"])
+
+    def has_state(self) -> bool:
+        """Whether there may be any state; False spares making a binding to find none."""
+        if self.pending is not None:
+            return bool(self.pending)
+        return self.binding is not None and bool(self.binding.steps)
+
+    def refuse_if_closed(self) -> None:
+        """Raise StoreClosedError after `close`."""
+        if self._is_closed:
+            raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
+
+    def close(self) -> None:
+        """Give back memory, files and threads; the state is gone. Idempotent."""
+        with self.alone():
+            self._is_closed = True
+            self._handed = self.pending = None
+            if self.binding is not None:
+                self.binding.close()
+
+    def _tell_once(self, binding: Binding) -> None:
+        if not self._has_told:
+            self._has_told = True
+            binding.tell_what_is_missing()
+
+    def _unbind(self, groups: Groups, covered: Collection[object]) -> None:
+        """Take all state out of a binding that is no longer current, for the next one to load; nothing is lost."""
+        if self.binding is None or self._handed is None:
+            return
+        if self.pending is None and self.binding.store.broken_off is not None:
+            raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
+        if names := self.binding.store.names():
+            raise LeaseError(
+                f"the parameters changed, so the store must be made anew, but {len(names)} tensors were put there by "
+                f"name ({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore apart"
+            )
+        states = self.pending
+        if states is None and self.binding.steps:
+            states = carried(self.binding, materialise(self.binding, self._handed), groups)
+        self.check_fits(groups, [*covered, *(states or ())])
+        self.binding.close()
+        self.binding, self._handed, self.pending = None, None, states
+
+    def _load(
+        self, groups: Groups, binding: Binding, handed: Handed, states: Mapping[Tensor, Mapping[str, Any]]
+    ) -> None:
+        """Replace all state, without a look at the old: its files may be why this is done."""
+        check_states(groups, states)
+        handed.forget()
+        binding.discard()
+        by_position = {binding.position[id(parameter)]: state for parameter, state in states.items() if state}
+        write_state(binding, handed, by_position, is_whole=True)
+
+
+def _may_still_change(parameter: Tensor) -> bool:
+    """Whether a framework may yet move the parameter or cut it, so that it is too early to count its bytes."""
+    return may_still_move_to_accelerator(local_of(parameter).device) or may_still_be_sharded(parameter)
