@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -71,10 +72,7 @@ def main() -> None:
     print(f"state                       {report['state_bytes'] / 1e6:10.1f} MB", file=out)
     print(f"anonymous memory, steps     {max(report['grown_bytes']) / 1e6:10.1f} MB over model and gradients", file=out)
     print(f"anonymous memory, state_dict{report['grown_bytes_with_state_dict'] / 1e6:10.1f} MB", file=out)
-    print(
-        f"step                        {sorted(report['step_seconds'])[len(report['step_seconds']) // 2]:10.2f} s",
-        file=out,
-    )
+    print(f"step, median                {statistics.median(report['step_seconds']):10.2f} s", file=out)
     if arguments.json == "-":
         json.dump(report, sys.stdout)
     elif arguments.json:

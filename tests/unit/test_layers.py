@@ -136,3 +136,13 @@ def test_modules_are_one_thing_and_fit_one_head(module: str) -> None:
 @pytest.mark.parametrize("module", modules())
 def test_modules_open_by_saying_what_they_are(module: str) -> None:
     assert ast.get_docstring(ast.parse(modules()[module].read_text()))
+
+
+def test_the_documented_layers_are_those_checked_here() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "ARCHITECTURE.md").read_text()
+    table = text.split("```text")[1].split("```")[0]
+    for group, names in GROUPS.items():
+        line = next(line for line in table.splitlines() if line[1:].split()[:1] == [group])
+        documented = [word.removesuffix(".*") for word in line.split()[2:]]
+        wanted = [name or "__init__" for name in names]
+        assert documented[: len(wanted)] == wanted
