@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, EngineUnavailableError
+from tierstore.io import open_engine
 from tierstore.optimizer import TieredAdamW
 
 KIB = 1 << 10
@@ -283,6 +285,16 @@ TIER_SETS = [("gpu", "cpu", "nvme"), ("cpu", "nvme"), ("cpu",), ("nvme",), ("gpu
 ENGINES = ["threads", "libaio", "aiofiles"]
 
 
+@cache
+def able(engine: str) -> str:
+    """The engine, or `threads` in its stead where it cannot run (libaio is optional)."""
+    try:
+        open_engine(engine, threads=None, queue_depth=None, request_size=None).close()
+    except EngineUnavailableError:
+        return "threads"
+    return engine
+
+
 def draw_policy(choose: random.Random, folders: Sequence[Path], least_chunk: int, state_bytes: int) -> dict[str, Any]:
     """Choose tiers, capacities from three extents, chunk size, order, engine and paths."""
     names = choose.choice(TIER_SETS)
@@ -298,7 +310,7 @@ def draw_policy(choose: random.Random, folders: Sequence[Path], least_chunk: int
         tiers["nvme"] = {
             "paths": [str(folder) for folder in folders[: choose.choice([1, 2])]],
             "io": {
-                "engine": choose.choice(ENGINES),
+                "engine": able(choose.choice(ENGINES)),
                 "threads": choose.choice([1, 2, "auto"]),
                 "queue_depth": choose.choice([1, 2, "auto"]),
                 "request_size": choose.choice([chunk // 2 // 4096 * 4096, chunk // 4 // 4096 * 4096 or 4096, "auto"]),
