@@ -26,7 +26,8 @@ class Arena:
     """The extents of one tier.
 
     `spread=False` takes the lowest slab's extents first, so that the last slab empties by itself; `spread=True` takes
-    turns between the slabs, which stripes chunks over the swap paths behind them.
+    turns between the slabs, which stripes chunks over the swap paths behind them. Extents that were never taken cost
+    nothing but the first of each slab: a tier may be far larger than what is in it.
     """
 
     def __init__(self, tier: str, extent_bytes: int, *, spread: bool = False) -> None:
@@ -34,6 +35,7 @@ class Arena:
         self.extent_bytes = extent_bytes
         self._spread = spread
         self._slabs: list[int] = []  # number of extents in each slab
+        self._made: list[int] = []  # how many of them were made; the last one made is free as long as there are more
         self._free: list[tuple[int, int, Extent]] = []  # heap: what may be taken
         self._idle: dict[int, list[Extent]] = {}  # free extents of condemned slabs
         self._owned: set[Extent] = set()
@@ -56,12 +58,12 @@ class Arena:
     @property
     def available(self) -> int:
         """Extents that `take` can still give out."""
-        return len(self._free)
+        return len(self._free) + self._unmade(len(self._slabs) - len(self._idle))
 
     @property
     def free(self) -> int:
         """Extents nobody uses, those of condemned slabs included."""
-        return len(self._free) + sum(map(len, self._idle.values()))
+        return len(self._free) + sum(map(len, self._idle.values())) + self._unmade(len(self._slabs))
 
     @property
     def owned(self) -> int:
@@ -82,8 +84,9 @@ class Arena:
         """Add a slab of `extents` extents and return its number."""
         slab = len(self._slabs)
         self._slabs.append(extents)
-        for position in range(extents):
-            self._make_free(Extent(slab, position * self.extent_bytes, self.extent_bytes))
+        self._made.append(0)
+        if extents:
+            self._make_next(slab)
         return slab
 
     def condemn_last(self) -> frozenset[Extent]:
@@ -104,9 +107,9 @@ class Arena:
     def remove_last(self) -> int:
         """Remove the last slab, which must be condemned and unused; return how many extents it had."""
         slab = len(self._slabs) - 1
-        if len(self._idle.get(slab, ())) != self._slabs[slab]:
+        if slab not in self._idle or len(self._idle[slab]) != self._made[slab]:
             raise InvariantError(f"slab {slab} of tier {self.tier} cannot be removed: some of its extents are in use")
-        del self._idle[slab]
+        del self._idle[slab], self._made[slab]
         return self._slabs.pop()
 
     # -- extents ------------------------------------------------------------------------------------------------
@@ -119,6 +122,9 @@ class Arena:
                 f"raise tiers.{self.tier}.capacity"
             )
         extent = heapq.heappop(self._free)[2]
+        is_last_made = extent.offset == (self._made[extent.slab] - 1) * self.extent_bytes
+        if is_last_made and self._made[extent.slab] < self._slabs[extent.slab]:
+            self._make_next(extent.slab)
         self._owned.add(extent)
         self.peak_owned = max(self.peak_owned, len(self._owned))
         return extent
@@ -146,15 +152,23 @@ class Arena:
         """Raise InvariantError unless every extent is in exactly one state."""
         free = [entry[2] for entry in self._free] + [extent for idle in self._idle.values() for extent in idle]
         everywhere = [*free, *self._owned, *self._draining, *self._quarantined]
-        if len(set(everywhere)) != len(everywhere) or len(everywhere) != self.capacity:
+        if len(set(everywhere)) != len(everywhere) or len(everywhere) != sum(self._made):
             raise InvariantError(
-                f"tier {self.tier}: owned {self.owned} + draining {self.draining} + free {len(free)} + quarantined "
+                f"tier {self.tier}: owned {self.owned} + draining {self.draining} + free {self.free} + quarantined "
                 f"{self.quarantined} is not its capacity of {self.capacity} extents, each once"
             )
 
     def is_owned(self, extent: Extent) -> bool:
         """Whether the extent holds, receives or is promised a chunk."""
         return extent in self._owned
+
+    def _unmade(self, slabs: int) -> int:
+        """Extents of the first so many slabs that were not made yet."""
+        return sum(self._slabs[:slabs]) - sum(self._made[:slabs])
+
+    def _make_next(self, slab: int) -> None:
+        self._make_free(Extent(slab, self._made[slab] * self.extent_bytes, self.extent_bytes))
+        self._made[slab] += 1
 
     def _make_free(self, extent: Extent) -> None:
         position = extent.offset // self.extent_bytes

@@ -31,7 +31,7 @@ from tierstore.layout import (
     in_storage_order_of,
     make_layout,
 )
-from tierstore.members import Member, identity_of, local_of, needs_state, survey
+from tierstore.members import Member, identity_of, local_of, needs_state, refuse_shared_memory, survey
 from tierstore.placement import Room
 from tierstore.policy import TierPolicy
 from tierstore.results import Results
@@ -228,6 +228,7 @@ class Blueprint:
 
 def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy: TierPolicy, parts: Parts) -> Blueprint:
     """Cut the parameters into chunks under the policy. Raises PolicyError for rules that cannot be followed."""
+    refuse_shared_memory([member for member in members if member.is_covered])
     plant = plan_plant(policy, [local_of(member.parameter).device for member in members if member.is_covered], parts)
     specs = []
     for member in members:

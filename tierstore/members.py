@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tierstore.layout import as_real
+from tierstore.errors import PolicyError
+from tierstore.layout import as_real, is_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,21 @@ def may_still_be_sharded(parameter: Tensor) -> bool:
 def needs_state(parameter: Tensor) -> bool:
     """Whether a step may update the parameter."""
     return parameter.requires_grad or parameter.grad is not None
+
+
+def refuse_shared_memory(members: Sequence[Member]) -> None:
+    """Raise PolicyError if two parameters are the same memory: their updates would depend on where chunks end."""
+    spans = []
+    for member in members:
+        local = local_of(member.parameter)
+        if local.numel() and local.device.type != "meta" and is_dense(local):
+            spans.append((str(local.device), local.data_ptr(), local.nbytes, member.name))
+    for (device, begin, nbytes, name), (other_device, other, _, other_name) in pairwise(sorted(spans)):
+        if device == other_device and other < begin + nbytes:
+            raise PolicyError(
+                f"parameters {name} and {other_name} share memory, so that whichever is updated first changes numbers: "
+                f"tie weights by using one Parameter in both places"
+            )
 
 
 def survey(groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> list[Member]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tierstore.errors import SwapError
+from tierstore.errors import DiskFullError, SwapError
 from tierstore.layout import RECORD_ALIGNMENT, round_up
 from tierstore.policy import TierPolicy
 from tierstore.swapfile import SwapFile, swap_folders
@@ -80,11 +80,23 @@ class Results:
         return torch.frombuffer(self._piece.view[start : start + nbytes], dtype=dtype)
 
 
+def _reserve(file: SwapFile, nbytes: int) -> None:
+    try:
+        file.grow(nbytes)
+    except DiskFullError as error:
+        raise DiskFullError(
+            error.errno,
+            f"handing out state takes a copy of it: {nbytes:,} bytes are needed for that in {file.folder}, more than "
+            f"are free there; free space, training can go on meanwhile",
+            error.filename,
+        ) from error
+
+
 def _map_reserved(folder: Path, nbytes: int) -> memoryview:
     """Map `nbytes` of a new unnamed file. The mapping keeps the file; no descriptor stays open for it."""
     file = SwapFile(folder, direct=False)
     try:
-        file.grow(nbytes)
+        _reserve(file, nbytes)
         link = f"/proc/self/fd/{file.fd}"
         if os.path.exists(link):
             array: Any = torch.from_file(link, shared=True, size=nbytes, dtype=torch.uint8).numpy()

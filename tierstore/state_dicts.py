@@ -14,6 +14,9 @@ from torch import Tensor
 from tierstore.errors import StateDictError
 from tierstore.state_view import ParameterState, check_state, materialise
 
+REQUIRED_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+"""What a group of any AdamW has; older ones lack what torch has added since."""
+
 
 class Loaded:
     """Carries a parameter's state through torch's load, which would cast it to the parameter's dtype and device."""
@@ -58,6 +61,11 @@ def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]
     present, saved = optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in present] != [len(group["params"]) for group in saved]:
         return state_dict
+    for number, packed in enumerate(saved):
+        if missing := [option for option in REQUIRED_OPTIONS if option not in packed]:
+            raise StateDictError(
+                f"param_groups.{number} has no {', '.join(missing)}: this is another optimizer's state"
+            )
     by_key: dict[Any, tuple[Tensor, str]] = {}
     for group, packed in zip(present, saved, strict=True):
         names = group.get("param_names", [f"parameter {key}" for key in packed["params"]])

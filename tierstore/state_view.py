@@ -286,7 +286,10 @@ def check_state(parameter: Tensor, name: str, state: Mapping[str, Any], *, is_wh
         if value is not None and not (field == "master" and isinstance(value, Mapping) and not value):
             _check_value(parameter, f"{field} of {name}", value)
     step = state.get(STEP, 0.0)
-    if (isinstance(step, Tensor) and step.numel() != 1) or not isinstance(step, Tensor | int | float):
+    is_number = (
+        step.numel() == 1 and not step.is_complex() if isinstance(step, Tensor) else isinstance(step, int | float)
+    )
+    if not is_number:
         raise StateDictError(f"step of {name} is {step!r}, not one number")
 
 
@@ -295,6 +298,10 @@ def _check_value(parameter: Tensor, what: str, value: object) -> None:
         raise StateDictError(f"{what} is a {type(value).__name__}, not a tensor")
     if value.is_meta:
         raise StateDictError(f"{what} is on the meta device and has no values")
+    if value.layout is not torch.strided or value.is_quantized:
+        raise StateDictError(
+            f"{what} is {value.layout}{', quantized' if value.is_quantized else ''}, not a dense tensor"
+        )
     wanted, found = parameter, value
     if hasattr(parameter, "_spec") != hasattr(value, "_spec"):
         wanted, found = getattr(parameter, "_local_tensor", parameter), getattr(value, "_local_tensor", value)

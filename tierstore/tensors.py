@@ -58,8 +58,8 @@ class TieredStore(PieceStore):
         _check_capacities(plant, asked, extent_bytes)
         growing = {tier: ask for tier, ask in asked.items() if ask.extents is None}
         rooms = {tier: Room(ask.extents or 0, ask.homes) for tier, ask in asked.items()}
+        plant.tell_what_is_missing()  # first: a warning may be an error
         setup = plant.build(rooms, extent_bytes, growing=growing)
-        plant.tell_what_is_missing()
         self._open(setup, "chunk {}".format, plant, growing)
 
     @classmethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+import tracemalloc
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,18 @@ import pytest
 import torch
 
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine
-from tierstore import TieredAdamW
+from tierstore import TieredAdamW, TieredStore
 from tierstore.build import Parts
 from tierstore.device import HostDevice
-from tierstore.errors import FailedStepError, LeaseError, TransferError, TransferTimeoutError, WrongThreadError
+from tierstore.errors import (
+    FailedStepError,
+    LeaseError,
+    PolicyError,
+    StateDictError,
+    TransferError,
+    TransferTimeoutError,
+    WrongThreadError,
+)
 from tierstore.io.base import Kind, Request
 
 
@@ -183,3 +193,62 @@ def test_parameters_that_changed_lose_no_tensor_that_a_user_put_beside_them(tmp_
     with pytest.raises(LeaseError, match="mine"):
         _ = optimizer.store
     optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_share_memory_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Tied by `.data`, one of two updates of a low-precision parameter was lost; float32 bits hung on chunk ends."""
+    shared = torch.randn(6000).to(dtype)
+    names = {"first": shared, "between": torch.randn(10).to(dtype), "second": shared[1000:3000]}
+    with pytest.raises(PolicyError, match="first and second share memory"):
+        TieredAdamW([(n, torch.nn.Parameter(t)) for n, t in names.items()], policy=policy(tmp_path))
+
+
+def test_parameters_side_by_side_in_one_buffer_are_not_shared_memory(tmp_path: Path) -> None:
+    buffer = torch.randn(6000)
+    halves = [
+        torch.nn.Parameter(buffer[:3000]),
+        torch.nn.Parameter(buffer[3000:]),
+        torch.nn.Parameter(buffer[3000:3000]),
+    ]
+    TieredAdamW(halves, policy=policy(tmp_path)).close()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda saved: saved["state"][0].update(exp_avg=saved["state"][0]["exp_avg"].to_sparse()),
+        lambda saved: saved["state"][0].update(step=torch.tensor(1j)),
+        lambda saved: saved["param_groups"][0].pop("betas"),
+    ],
+)
+def test_a_load_that_is_refused_leaves_the_state_as_it_was(tmp_path: Path, spoil: Any) -> None:
+    with TieredAdamW(parameters(), policy=policy(tmp_path)) as optimizer:
+        optimizer.step()
+        saved, before = optimizer.state_dict(), optimizer.state_dict()
+        spoil(saved)
+        with pytest.raises(StateDictError):
+            optimizer.load_state_dict(saved)
+        found = optimizer.state_dict()["state"]
+        assert all(torch.equal(found[k][n], before["state"][k][n]) for k in found for n in found[k])
+
+
+def test_a_store_whose_warning_is_an_error_leaves_no_threads() -> None:
+    before = threading.active_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            with pytest.raises(UserWarning, match="gpu tier is left out"):
+                TieredStore()
+    assert threading.active_count() == before
+
+
+def test_a_tier_far_larger_than_its_state_costs_nothing(tmp_path: Path) -> None:
+    """Extents were made one by one at the start: seconds, and hundreds of megabytes, for tiers with nothing in them."""
+    large = {"chunk_size": "16KiB", "tiers": {"cpu": {"capacity": "8GiB"}}}
+    with TieredAdamW(parameters(1), policy=large) as optimizer:
+        tracemalloc.start()
+        optimizer.step()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+        optimizer.store.check()
