@@ -1,4 +1,4 @@
-"""Every error tierstore raises on purpose. Nothing else is raised for a condition a user can meet.
+"""Every error the library raises on purpose. Nothing else is raised for a condition a user can meet.
 
 TierstoreError
 +-- PolicyError (ValueError)            a setting is wrong: names the file, the key's path, what was found
