@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from tierstore.binding import Binding, draw
 from tierstore.build import Parts
@@ -56,6 +57,8 @@ class Held:
         Raises CapacityError or PolicyError; before anything is bound, SwapError or DiskFullError too. `with_state`:
         parameters that have state, frozen or not.
         """
+        if any(is_lazy(parameter) for group in groups for parameter in group["params"]):
+            return  # of no shape yet
         members = survey(groups, with_state)
         if not any(_may_still_change(member.parameter) for member in members):
             draw(members, groups, self.policy, self.parts).check_fits(is_first=self.binding is None)

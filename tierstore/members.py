@@ -79,10 +79,12 @@ def needs_state(parameter: Tensor) -> bool:
 
 
 def refuse_shared_memory(members: Sequence[Member]) -> None:
-    """Raise PolicyError if two parameters are the same memory: their updates would depend on where chunks end."""
+    """Raise PolicyError if two parameters, or elements of one, are the same memory: bits would hang on chunk ends."""
     spans = []
     for member in members:
         local = local_of(member.parameter)
+        if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+            raise PolicyError(f"parameter {member.name} is an expanded tensor, whose elements share memory: clone() it")
         if local.numel() and local.device.type != "meta" and is_dense(local):
             spans.append((str(local.device), local.data_ptr(), local.nbytes, member.name))
     for (device, begin, nbytes, name), (other_device, other, _, other_name) in pairwise(sorted(spans)):

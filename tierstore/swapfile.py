@@ -204,7 +204,11 @@ def disk_margin(total_bytes: int) -> int:
 
 
 def _automatic() -> list[Path]:
-    named = [Path(part).expanduser() for part in os.environ.get("TIERSTORE_SWAP", "").split(os.pathsep) if part]
+    value = os.environ.get("TIERSTORE_SWAP", "")
+    try:
+        named = [Path(part).expanduser() for part in value.split(os.pathsep) if part]
+    except RuntimeError as error:  # a user there is not
+        raise SwapError(errno.ENOENT, f"TIERSTORE_SWAP is {value!r}: {error}; name a folder", value) from error
     if named:
         return named
     folder = Path(tempfile.gettempdir())

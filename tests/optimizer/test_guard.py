@@ -22,6 +22,7 @@ from tierstore.errors import (
     LeaseError,
     PolicyError,
     StateDictError,
+    SwapError,
     TransferError,
     TransferTimeoutError,
     WrongThreadError,
@@ -252,3 +253,23 @@ def test_a_tier_far_larger_than_its_state_costs_nothing(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         tracemalloc.stop()
         optimizer.store.check()
+
+
+def test_an_expanded_parameter_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="expanded"):
+        TieredAdamW([torch.nn.Parameter(torch.ones(5).expand(4, 5))], policy=policy(tmp_path))
+
+
+def test_a_lazy_parameter_is_looked_at_once_it_has_a_shape(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.LazyLinear(30)
+    with TieredAdamW(model.parameters(), policy=policy(tmp_path)) as optimizer:
+        model(torch.randn(4, 20)).sum().backward()
+        optimizer.step()
+        assert len(optimizer.state) == 2
+
+
+def test_a_swap_folder_of_nobody_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERSTORE_SWAP", "~nobody-of-that-name/swap")
+    with pytest.raises(SwapError, match="TIERSTORE_SWAP"):
+        TieredStore({"tiers": {"nvme": {}}})
