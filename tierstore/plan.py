@@ -34,7 +34,6 @@ class Reason(enum.Enum):
     FRESH = "fresh"  # its state is made in the tier that computes
     PREFETCH = "prefetch"
     WRITE_BACK = "write-back"
-    SPILL = "spill"
     PROMOTE = "promote"
 
 

@@ -81,11 +81,6 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(total, tightest.available_bytes, limit, tightest.source)
 
 
-def free_disk(folder: Path) -> int:
-    """Bytes free for this process on the folder's filesystem."""
-    return disk_space(folder).free_bytes
-
-
 def disk_space(place: Path | int) -> DiskSpace:
     """Measure the filesystem of a folder or of an open file."""
     usage = shutil.disk_usage(place)
