@@ -5,14 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tierstore.optimizer import TieredAdamW
+    from tierstore.optimizer import TieredAdam, TieredAdamW, TieredLAMB, TieredLion, TieredSGD
     from tierstore.policy import TierPolicy
     from tierstore.tensors import TieredStore
 
 __version__ = "0.1.0"
-__all__ = ["TierPolicy", "TieredAdamW", "TieredStore"]
+__all__ = ["TierPolicy", "TieredAdam", "TieredAdamW", "TieredLAMB", "TieredLion", "TieredSGD", "TieredStore"]
 
-_MODULES = {"TieredAdamW": "optimizer", "TierPolicy": "policy", "TieredStore": "tensors"}
+_MODULES = {
+    "TieredAdam": "optimizer",
+    "TieredAdamW": "optimizer",
+    "TieredLAMB": "optimizer",
+    "TieredLion": "optimizer",
+    "TieredSGD": "optimizer",
+    "TierPolicy": "policy",
+    "TieredStore": "tensors",
+}
 
 
 def __getattr__(name: str) -> Any:

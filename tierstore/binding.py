@@ -35,6 +35,7 @@ from tierstore.members import Member, identity_of, local_of, needs_state, refuse
 from tierstore.placement import Room
 from tierstore.policy import TierPolicy
 from tierstore.results import Results
+from tierstore.rules import Rule
 from tierstore.store import ChunkInfo, Use
 from tierstore.tensors import TieredStore
 
@@ -47,15 +48,17 @@ class Binding:
     def __init__(
         self,
         groups: Sequence[Mapping[str, Any]],
+        rule: Rule,
         policy: TierPolicy,
         parts: Parts,
         *,
         with_state: Iterable[object] = (),
     ) -> None:
-        self.members = survey(groups, with_state)
+        self.members = survey(groups, rule, with_state)
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
         self.steps: dict[int, Tensor] = {}  # by position; a parameter has state exactly when it is here
         blueprint = draw(self.members, groups, policy, parts)
+        self.rule = rule
         self.policy = policy
         self.plant = blueprint.plant
         self.layout = blueprint.layout
@@ -73,8 +76,9 @@ class Binding:
                 self.store.register(member.name + again, shares)
             self._record = map_host_memory(blueprint.chunk_bytes)
             self._in_record: int | None = None  # the chunk whose bytes, as they are now, the buffer holds
-            for cls in {chunk.cls for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
-                self_test(cls.fields[0].dtype)
+            for dtype in {chunk.cls.fields[0].dtype for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
+                for group in groups:
+                    self_test(rule, rule.options(group), dtype)
         except BaseException:
             self.store.close()
             raise
@@ -106,9 +110,16 @@ class Binding:
         member = self.members[position]
         return (
             member.group < len(groups)
-            and member.identity == identity_of(member.parameter, groups[member.group])
+            and member.identity == self._identity_at(member, groups[member.group])
             and (member.is_covered or not (is_covered or needs_state(member.parameter)))
         )
+
+    def _identity_at(self, member: Member, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return identity_of(member.parameter, self.rule.moments_of(group), group.get("tier"))
+
+    def keeps_state(self, position: int) -> bool:
+        """Whether a parameter that has stepped has anything to show for it."""
+        return self.rule.counts_steps or bool(self.fields_of(position))
 
     def with_state(self) -> list[Tensor]:
         """The parameters that have state."""
@@ -116,7 +127,7 @@ class Binding:
 
     def fields_of(self, position: int) -> tuple[Field, ...]:
         """The fields that a parameter's state has in the tiers."""
-        return state_fields(self.members[position].form.dtype, self.policy, amsgrad=self.members[position].amsgrad)
+        return state_fields(self.members[position], self.policy)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -233,7 +244,7 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
     specs = []
     for member in members:
         local = local_of(member.parameter)
-        fields = state_fields(local.dtype, policy, amsgrad=member.amsgrad) if member.is_covered else ()
+        fields = state_fields(member, policy) if member.is_covered else ()
         compute = plant.compute_tier(local.device)
         named = _named_tier(member, groups[member.group], policy, plant.names, compute) if fields else None
         cls = ChunkClass(local.dtype, str(local.device), fields, compute, named)
@@ -248,14 +259,14 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
     return Blueprint(plant, layout, infos, chunk_bytes)
 
 
-def state_fields(dtype: torch.dtype, policy: TierPolicy, *, amsgrad: bool) -> tuple[Field, ...]:
+def state_fields(member: Member, policy: TierPolicy) -> tuple[Field, ...]:
     """The fields of a parameter's state: moments in its real dtype, or float32 and a master if that is too low."""
+    dtype = member.form.dtype
     is_low = dtype in LOW_PRECISION
     moments = torch.float32 if is_low else dtype
     has_master = is_low and policy.state.master != "none"
-    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
     master = (Field("master", torch.float32),) if has_master else ()
-    return (*master, *(Field(name, moments) for name in names))
+    return (*master, *(Field(name, moments) for name in member.moments))
 
 
 def _named_tier(

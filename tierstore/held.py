@@ -23,6 +23,7 @@ from tierstore.guard import alone
 from tierstore.kernels import Scratch
 from tierstore.members import local_of, may_still_be_sharded, survey
 from tierstore.policy import TierPolicy
+from tierstore.rules import Rule
 from tierstore.state_view import Handed, carried, check_states, materialise, write_state
 
 Groups = Sequence[Mapping[str, Any]]
@@ -35,7 +36,8 @@ class Held:
     they wrap, so that what is assigned to a wrapper is not seen there.
     """
 
-    def __init__(self, policy: TierPolicy, parts: Parts) -> None:
+    def __init__(self, rule: Rule, policy: TierPolicy, parts: Parts) -> None:
+        self.rule = rule
         self.policy = policy
         self.binding: Binding | None = None
         self.pending: dict[Tensor, Mapping[str, Any]] | None = None
@@ -59,7 +61,7 @@ class Held:
         """
         if any(is_lazy(parameter) for group in groups for parameter in group["params"]):
             return  # of no shape yet
-        members = survey(groups, with_state)
+        members = survey(groups, self.rule, with_state)
         if not any(_may_still_change(member.parameter) for member in members):
             draw(members, groups, self.policy, self.parts).check_fits(is_first=self.binding is None)
 
@@ -73,7 +75,8 @@ class Held:
             covered = [*with_state, *(self.pending or ())]
             if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered):
                 self._unbind(groups, covered)
-                self.binding = Binding(groups, self.policy, self.parts, with_state=[*with_state, *(self.pending or ())])
+                covered = [*with_state, *(self.pending or ())]
+                self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered)
                 self._handed = Handed(self.binding)
                 self._tell_once(self.binding)
             if self.pending is not None:
@@ -148,7 +151,7 @@ class Held:
         self, groups: Groups, binding: Binding, handed: Handed, states: Mapping[Tensor, Mapping[str, Any]]
     ) -> None:
         """Replace all state, without a look at the old: its files may be why this is done."""
-        check_states(groups, states)
+        check_states(self.rule, groups, states)
         handed.forget()
         binding.discard()
         by_position = {binding.position[id(parameter)]: state for parameter, state in states.items() if state}

@@ -1,104 +1,31 @@
-"""The update formula on plain 1-D tensors, tile by tile. Knows no chunks, tiers, groups or optimizers.
+"""Applies an update rule to plain 1-D tensors, tile by tile. Knows no chunks, tiers, groups or optimizers.
 
-AdamW (Loshchilov and Hutter, 2019, algorithm 2) as `torch._fused_adamw_` computes it, called with `step` already
-advanced. Every tile begins at a multiple of 1,024 elements of its parameter, so that a parameter updated piece by piece
-has the bits of one call on the whole. A low-precision parameter is updated through its float32 master: gradient cast
-up, fused update, master cast down into the parameter.
+Every tile begins at a multiple of 1,024 elements of its parameter, so that a parameter updated piece by piece has the
+bits of one call on the whole. A low-precision parameter is updated through its float32 master: the gradient is cast up,
+the master updated, and cast down into the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tierstore.errors import InvariantError
+from tierstore.layout import CUT_ELEMENTS
+from tierstore.rules import Pieces, Rule
 
 TILE_ELEMENTS = 256 * 1024
 """Elements cast and updated at once; a float32 tile with its state fits the last-level cache."""
 MIRROR_ELEMENTS = 1024 * 1024
 """Elements brought to the host at once when a parameter lies on an accelerator and is computed on the CPU."""
 
-
-@dataclass(frozen=True, slots=True)
-class Hyper:
-    """The options of a parameter group, as numbers."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    amsgrad: bool
-    maximize: bool
-
-
-class Pieces(NamedTuple):
-    """Runs of parameters' elements, each 1-D: values, gradients and fields of the state, in lists in one order.
-
-    A list has one dtype and one device. `max_exp_avg_sqs` and `masters` are empty where there are none. `steps` are the
-    parameters' 0-dim step counts, already advanced.
-    """
-
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    max_exp_avg_sqs: list[Tensor]
-    masters: list[Tensor]
-    steps: list[Tensor]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the fused kernel can work on them as they are."""
-        firsts = (self.parameters[0], self.gradients[0], self.exp_avgs[0])
-        return not self.masters and len({(tensor.dtype, tensor.device) for tensor in firsts}) == 1
-
-    def lengths(self) -> list[int]:
-        """The number of elements of each."""
-        return [parameter.numel() for parameter in self.parameters]
-
-    def take(self, start: int, stop: int) -> Pieces:
-        """Those from the one numbered `start` to before `stop`."""
-        return Pieces(*(column[start:stop] for column in self))
-
-    def cut(self, number: int, start: int, length: int) -> Pieces:
-        """A part of one of them, from its element `start` on."""
-
-        def part(tensors: list[Tensor]) -> list[Tensor]:
-            return [tensor.narrow(0, start, length) for tensor in tensors[number : number + 1]]
-
-        return Pieces(
-            part(self.parameters),
-            part(self.gradients),
-            part(self.exp_avgs),
-            part(self.exp_avg_sqs),
-            part(self.max_exp_avg_sqs),
-            part(self.masters),
-            self.steps[number : number + 1],
-        )
-
-    def tiles(self, most: int) -> Iterator[Pieces]:
-        """Cut the long ones and gather the short ones, in order, into tiles of at most `most` elements."""
-        first, gathered = 0, 0
-        lengths = self.lengths()
-        for number, length in enumerate(lengths):
-            if gathered + length > most:
-                if number > first:
-                    yield self.take(first, number)
-                first, gathered = number, 0
-            if length > most:
-                for start in range(0, length, most):
-                    yield self.cut(number, start, min(most, length - start))
-                first = number + 1
-            else:
-                gathered += length
-        if first < len(lengths):
-            yield self.take(first, len(lengths))
+Formula = Callable[[Pieces], None]
+"""What is done to plain pieces: a rule's update, or one pass of it, with the group's options."""
 
 
 class Scratch:
@@ -134,84 +61,59 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How pieces are updated, besides by their group's options.
+    """How pieces are updated, besides by their formula.
 
     `check_parameters`: where a low-precision parameter is not what its master casts to, it was changed by someone else,
-    and is what the step starts from. `grad_scale`: a 1-element tensor that gradients are divided by.
+    and is what the step starts from. `as_whole`: plain pieces are given to the formula uncut.
     """
 
     scratch: Scratch
     check_parameters: bool
-    grad_scale: Tensor | None
+    as_whole: bool
 
 
-def update(pieces: Pieces, hyper: Hyper, manner: Manner) -> None:
-    """Apply one AdamW step to pieces that share `hyper`, no two of them of the same elements."""
-    if pieces.is_plain:
-        fused_adamw(pieces, hyper, manner.grad_scale)
-    elif pieces.parameters[0].device != pieces.exp_avgs[0].device:
+def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
+    """Apply a formula to pieces that share its options, no two of them of the same elements, in their order."""
+    if pieces.is_plain and manner.as_whole:
+        formula(pieces)
+    elif pieces.parameters[0].device != pieces.state_like.device:
         for tile in pieces.tiles(MIRROR_ELEMENTS):
-            _update_remote(tile, hyper, manner)
+            _update_remote(tile, formula, manner)
     else:
         for tile in pieces.tiles(TILE_ELEMENTS):
-            _update_tile(tile, hyper, manner)
+            _update_tile(tile, formula, manner)
 
 
 def begin(pieces: Pieces) -> None:
     """Make the state of pieces that have none."""
-    for moments in (pieces.exp_avgs, pieces.exp_avg_sqs, pieces.max_exp_avg_sqs):
-        if moments:
-            torch._foreach_zero_(moments)
+    for moments in pieces.moments.values():
+        torch._foreach_zero_(moments)
     if pieces.masters:
         torch._foreach_copy_(pieces.masters, pieces.parameters)
 
 
-def fused_adamw(pieces: Pieces, hyper: Hyper, grad_scale: Tensor | None = None) -> None:
-    """Call torch's fused kernel once for all pieces, which are plain and on one device."""
-    device, steps = pieces.parameters[0].device, pieces.steps
-    if device.type != "cpu":
-        steps = list(torch.stack(steps).to(device, non_blocking=True).unbind())
-    torch._fused_adamw_(
-        pieces.parameters,
-        pieces.gradients,
-        pieces.exp_avgs,
-        pieces.exp_avg_sqs,
-        pieces.max_exp_avg_sqs if hyper.amsgrad else [],
-        steps,
-        lr=hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        weight_decay=hyper.weight_decay,
-        eps=hyper.eps,
-        amsgrad=hyper.amsgrad,
-        maximize=hyper.maximize,
-        grad_scale=None if grad_scale is None else grad_scale.to(device),
-    )
-
-
-def _update_remote(tile: Pieces, hyper: Hyper, manner: Manner) -> None:
+def _update_remote(tile: Pieces, formula: Formula, manner: Manner) -> None:
     """Bring parameters and gradients to where the state is, update there, take the parameters back."""
-    device, dtype = tile.exp_avgs[0].device, tile.parameters[0].dtype
-    parameters = manner.scratch.copies("parameter", dtype, device, tile.parameters, MIRROR_ELEMENTS)
-    gradients = manner.scratch.copies(
-        "remote gradient", tile.gradients[0].dtype, device, tile.gradients, MIRROR_ELEMENTS
-    )
-    update(tile._replace(parameters=parameters, gradients=gradients), hyper, manner)
+    device, scratch = tile.state_like.device, manner.scratch
+    parameters = scratch.copies("parameter", tile.parameters[0].dtype, device, tile.parameters, MIRROR_ELEMENTS)
+    gradients = scratch.copies("remote gradient", tile.gradients[0].dtype, device, tile.gradients, MIRROR_ELEMENTS)
+    update(tile._replace(parameters=parameters, gradients=gradients), formula, manner)
     torch._foreach_copy_(tile.parameters, parameters)
 
 
-def _update_tile(tile: Pieces, hyper: Hyper, manner: Manner) -> None:
+def _update_tile(tile: Pieces, formula: Formula, manner: Manner) -> None:
     """Update one tile in the precision of its state."""
-    dtype, device, scratch = tile.exp_avgs[0].dtype, tile.exp_avgs[0].device, manner.scratch
-    masters = tile.masters
+    like, scratch, masters = tile.state_like, manner.scratch, tile.masters
     if masters and manner.check_parameters:
         _adopt_changes(tile.parameters, masters, scratch)
     elif not masters:  # the parameters themselves, or with `master: none` their values cast up
         masters = tile.parameters
-        if masters[0].dtype != dtype:
-            masters = scratch.copies("master", dtype, device, masters, TILE_ELEMENTS)
-    gradients = scratch.copies("gradient", dtype, device, tile.gradients, TILE_ELEMENTS)
-    fused_adamw(tile._replace(parameters=masters, gradients=gradients, masters=[]), hyper, manner.grad_scale)
+        if masters[0].dtype != like.dtype:
+            masters = scratch.copies("master", like.dtype, like.device, masters, TILE_ELEMENTS)
+    gradients = tile.gradients
+    if (gradients[0].dtype, gradients[0].device) != (like.dtype, like.device):
+        gradients = scratch.copies("gradient", like.dtype, like.device, gradients, TILE_ELEMENTS)
+    formula(tile._replace(parameters=masters, gradients=gradients, masters=[]))
     if masters is not tile.parameters:
         torch._foreach_copy_(tile.parameters, masters)
 
@@ -234,27 +136,30 @@ def _are_same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(dtype), other.view(dtype))
 
 
-@cache
-def self_test(dtype: torch.dtype) -> None:
+@lru_cache(maxsize=64)
+def self_test(rule: Rule, options: Any, dtype: torch.dtype) -> None:
     """Compare one update of a whole tensor with the same one cut into pieces, on the CPU.
 
     Raises InvariantError if they differ in a bit: then this torch does not allow state to be moved in chunks.
     """
     generator = torch.Generator().manual_seed(0)
-    total, cut = 3 * 1024 + 37, 1024
-    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.01, amsgrad=True, maximize=False)
+    elements = 3 * CUT_ELEMENTS + 37
+    values, gradient, *moments = (
+        torch.rand(elements, generator=generator, dtype=dtype) for _ in range(2 + len(rule.moments))
+    )
 
-    def pieces(values: Sequence[Tensor]) -> Pieces:
-        p, g, m, v, w = values
-        return Pieces([p], [g], [m], [v], [w], [], [torch.tensor(3.0)])
+    def pieces() -> Pieces:
+        fields = {name: [moment.clone()] for name, moment in zip(rule.moments, moments, strict=True)}
+        return Pieces([values.clone()], [gradient], fields, [], [torch.tensor(3.0)])
 
-    whole = [torch.rand(total, generator=generator, dtype=dtype) for _ in range(5)]
-    cuts = [tensor.clone() for tensor in whole]
-    fused_adamw(pieces(whole), hyper)
-    for start in range(0, total, cut):
-        fused_adamw(pieces([tensor[start : start + cut] for tensor in cuts]), hyper)
-    if not all(torch.equal(one, other) for one, other in zip(whole, cuts, strict=True)):
+    whole, cut = pieces(), pieces()
+    rule.update_in_cuts([whole], options)
+    rule.update_in_cuts(
+        [cut.cut(0, at, min(CUT_ELEMENTS, elements - at)) for at in range(0, elements, CUT_ELEMENTS)], options
+    )
+    results = zip([whole.parameters, *whole.moments.values()], [cut.parameters, *cut.moments.values()], strict=True)
+    if not all(torch.equal(one[0], other[0]) for one, other in results):
         raise InvariantError(
-            f"torch {torch.__version__} updates a tensor of {dtype} to other bits when it is cut at multiples of {cut} "
-            f"elements, so its state cannot be moved in chunks without changing numbers"
+            f"torch {torch.__version__} updates a tensor of {dtype} by {rule.name} to other bits when it is cut at "
+            f"multiples of {CUT_ELEMENTS} elements, so its state cannot be moved in chunks without changing numbers"
         )

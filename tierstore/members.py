@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tierstore.errors import PolicyError
 from tierstore.layout import as_real, is_dense
+from tierstore.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +26,33 @@ class Member:
     group: int
     name: str
     is_covered: bool  # has room for state
-    amsgrad: bool
+    moments: tuple[str, ...]  # the fields that its group's options ask for
     dtype: torch.dtype
     form: Tensor  # shape, strides and dtype of `local_of(parameter)`; on meta, and not changed when the parameter is
     identity: tuple[Any, ...]
 
     @classmethod
-    def of(cls, parameter: Tensor, group: Mapping[str, Any], number: int, *, name: str, is_covered: bool) -> Member:
+    def of(
+        cls,
+        parameter: Tensor,
+        number: int,
+        *,
+        name: str,
+        is_covered: bool,
+        moments: tuple[str, ...],
+        tier: str | None,
+    ) -> Member:
+        """Describe a parameter of the group numbered `number`, whose options ask for `moments` and `tier`."""
         local = local_of(parameter)
         return cls(
             parameter,
             number,
             name,
             is_covered,
-            bool(group.get("amsgrad")),
+            moments,
             getattr(parameter, "_local_tensor", parameter).dtype,
             torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
-            identity_of(parameter, group),
+            identity_of(parameter, moments, tier),
         )
 
 
@@ -95,33 +106,27 @@ def refuse_shared_memory(members: Sequence[Member]) -> None:
             )
 
 
-def survey(groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> list[Member]:
+def survey(groups: Sequence[Mapping[str, Any]], rule: Rule, with_state: Iterable[object] = ()) -> list[Member]:
     """List the distinct parameters of all groups in order. `with_state`: those that have state, frozen or not."""
     held = set(map(id, with_state))
     members: dict[int, Member] = {}
     for number, group in enumerate(groups):
+        moments, tier = rule.moments_of(group), group.get("tier")
         for parameter, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
             if id(parameter) in members:
                 continue
             members[id(parameter)] = Member.of(
                 parameter,
-                group,
                 number,
                 name=name or f"param.{len(members)}",
                 is_covered=needs_state(parameter) or id(parameter) in held,
+                moments=moments,
+                tier=tier,
             )
     return list(members.values())
 
 
-def identity_of(parameter: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
+def identity_of(parameter: Tensor, moments: tuple[str, ...], tier: str | None) -> tuple[Any, ...]:
     """What must stay the same for a layout to stay right."""
     local = getattr(parameter, "_local_tensor", parameter)
-    return (
-        id(parameter),
-        local.dtype,
-        local.device,
-        local.shape,
-        local.stride(),
-        group.get("amsgrad"),
-        group.get("tier"),
-    )
+    return (id(parameter), local.dtype, local.device, local.shape, local.stride(), moments, tier)

@@ -1,37 +1,32 @@
-"""`TieredAdamW`: torch's AdamW, with its state in a tiered store.
+"""The optimizers: torch's signatures and algorithms, each with one rule of `rules`, and their state in tiers.
 
-A step gathers what has a gradient, binds if the parameters are not those bound, and runs the chunks through the store:
-each is brought to where it is updated, `kernels` updates its pieces, and it is written back or kept. Everything a user,
-a scheduler or a framework may do to a `torch.optim.AdamW` works here too; `state` reads and writes through (see
-`state_view`).
+All take, by keyword only, besides what torch's class takes:
+
+policy: a TierPolicy, a mapping, or the path of a YAML file. None: all tiers, sized by themselves.
+tiers: names of the tiers to use, from the policy or with defaults, e.g. `["cpu", "nvme"]`.
+
+A parameter group may carry `tier`, the tier its state lives in. They raise what torch's class raises, PolicyError for
+a wrong policy, CapacityError, SwapError or DiskFullError if the tiers cannot hold the state. Memory and files are
+reserved at the first step, load or use of `store`, and given back by `close()`. bfloat16 and float16 parameters are
+updated through a float32 master.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # what torch's optimizers use; torch.compiler.disable imports all of dynamo
 
-from tierstore.binding import Binding
-from tierstore.build import Parts
-from tierstore.device import is_capturing
-from tierstore.errors import FailedStepError, PolicyError
-from tierstore.held import Held
-from tierstore.policy import TIER_NAMES, TierPolicy
-from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
-from tierstore.state_view import Handed, StateView, check_states, materialise
-from tierstore.tensors import TieredStore
-from tierstore.update import Participant, StepWork
-
-_KEPT = ("_step_supports_amp_scaling",)
+from tierstore.rules.adam import AdamRule, AdamWRule
+from tierstore.rules.lamb import LAMBRule
+from tierstore.rules.lion import LionRule
+from tierstore.rules.sgd import SGDRule
+from tierstore.tiered import PolicyLike, TieredOptimizer
 
 
-class TieredAdamW(torch.optim.AdamW):
+class TieredAdamW(TieredOptimizer, torch.optim.AdamW):
     """AdamW with its state on the GPU, in pinned host memory and in NVMe swap files.
 
     The arguments are torch.optim.AdamW's, in its order, then, by keyword only:
@@ -40,13 +35,14 @@ class TieredAdamW(torch.optim.AdamW):
     tiers: names of the tiers to use, from the policy or with defaults, e.g. `["cpu", "nvme"]`.
 
     A parameter group may carry `tier`, the tier its state lives in. The numbers are those of torch's fused AdamW for
-    float32 parameters to the last bit, wherever the state lies; bfloat16 and float16 parameters are updated through a
-    float32 master. Raises what torch.optim.AdamW raises, PolicyError for a wrong policy, CapacityError, SwapError or
-    DiskFullError if its tiers cannot hold the state. Memory and files are reserved at the first step, load or use of
-    `store`, and given back by `close()`.
+    float32 parameters to the last bit, wherever the state lies; with `foreach=True` those of torch's foreach formula,
+    with `fused=False` of its for-loop, which are slower. bfloat16 and float16 parameters are updated through a float32
+    master. Raises what torch.optim.AdamW raises, PolicyError for a wrong policy, CapacityError, SwapError or
+    DiskFullError if its tiers cannot hold the state, RuntimeError for `capturable` and `differentiable`. Memory and
+    files are reserved at the first step, load or use of `store`, and given back by `close()`.
     """
 
-    parts: ClassVar[Parts] = Parts()
+    rule = AdamWRule()
 
     def __init__(
         self,
@@ -62,10 +58,9 @@ class TieredAdamW(torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        policy: TierPolicy | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        policy: PolicyLike = None,
         tiers: Sequence[str] | None = None,
     ) -> None:
-        self._begin(TierPolicy.load(policy, tiers=tiers))
         super().__init__(
             params,
             lr,
@@ -78,230 +73,146 @@ class TieredAdamW(torch.optim.AdamW):
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
+            policy=policy,
+            tiers=tiers,
         )
-        _refuse_what_cannot_be_honoured(self.defaults)
-        _make_fused(self.defaults, *self.param_groups)
-        self.check_fits(self.param_groups)
 
-    def _begin(self, policy: TierPolicy) -> None:
-        """Set what must be there before torch's constructor and `__setstate__` assign to `state`."""
-        self._held = Held(policy, self.parts)
 
-    # -- stepping -----------------------------------------------------------------------------------------------
+class TieredAdam(TieredOptimizer, torch.optim.Adam):
+    """Adam with weight decay in the gradient (L2), as torch.optim.Adam; `policy` and `tiers` as for TieredAdamW."""
 
-    @_disable_dynamo
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return the closure's loss, if there is a closure.
+    rule = AdamRule()
 
-        Returns once the parameters are final; chunks may still be on their way back, and an error of theirs is raised
-        by the next call, with the chunk safe where it was. Raises FailedStepError if an earlier step broke off.
-        """
-        self._held.refuse_if_closed()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if is_capturing():
-            raise RuntimeError("TieredAdamW.step() reads and writes files: it cannot be captured in a CUDA graph")
-        with self._held.alone():
-            gradients = self._gradients()
-            if gradients and not self._is_skipped():
-                self._step(gradients)
-        return loss
-
-    def _step(self, gradients: Counter[Tensor]) -> None:
-        binding, handed = self.bound()
-        handed.absorb()
-        try:
-            self._update({binding.position[id(p)]: Participant.of(p, times) for p, times in gradients.items()}, binding)
-        finally:
-            handed.forget()  # if the step broke off, what was handed out is no longer what the store holds
-
-    def _gradients(self) -> Counter[Tensor]:
-        """The parameters that have gradients, and how often each occurs in its group."""
-        found: Counter[Tensor] = Counter()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    if parameter.grad.is_sparse:
-                        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-                    found[parameter] += 1
-        return found
-
-    def _is_skipped(self) -> bool:
-        """Whether a GradScaler found infinities: then nothing changes, step counts included."""
-        found_inf = getattr(self, "found_inf", None)
-        return found_inf is not None and bool(found_inf)
-
-    def _update(self, participants: Mapping[int, Participant], binding: Binding) -> None:
-        """Run the chunks of all participants through the store."""
-        scratch, grad_scale = self._held.scratch, getattr(self, "grad_scale", None)
-        work = StepWork.of(binding, participants, self.param_groups, scratch, grad_scale)
-        chunks = [chunk.number for chunk in binding.layout.chunks]
-        if self._held.is_reversed and binding.plant.order == "alternating":
-            chunks.reverse()
-        order = [number for number in chunks if work.takes_part(binding.layout.chunks[number])]
-        upcoming = chunks[::-1] if binding.plant.order == "alternating" else chunks
-        try:
-            binding.run(order, upcoming, work.use, is_step=True)
-        except BaseException as error:
-            self._tell_failure(binding, work, error)
-            raise
-        work.count()
-        self._held.is_reversed = not self._held.is_reversed
-
-    def _tell_failure(self, binding: Binding, work: StepWork, error: BaseException) -> None:
-        """If chunks were updated before the error, say which parameters, and refuse steps until state is loaded."""
-        chunks = binding.store.broken_off
-        if chunks is None or isinstance(error, FailedStepError):
-            return
-        touched = {span.parameter for number in chunks for span in binding.layout.chunks[number].spans}
-        done = sorted(touched & work.finished)
-        part = sorted((touched & set(work.participants)) - work.finished)
-        story = (
-            f"parameters and state no longer belong to one step. Updated: {binding.names_of(done)}; in part: "
-            f"{binding.names_of(part)}; all others not. Load parameters and optimizer state from a checkpoint: "
-            f"load_state_dict() allows steps again"
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        policy: PolicyLike = None,
+        tiers: Sequence[str] | None = None,
+        **newer: bool,  # what torch has added since 2.6: `decoupled_weight_decay`
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            policy=policy,
+            tiers=tiers,
+            **newer,
         )
-        binding.store.fail(f"an earlier step broke off ({error}), so {story}")
-        error.add_note(f"this step broke off, so {story}")
-
-    # -- binding ------------------------------------------------------------------------------------------------
-
-    def bound(self, *, with_state: Collection[object] = ()) -> tuple[Binding, Handed]:
-        """The binding of the parameters as they are now, made or made again if need be, with all state in it.
-
-        `with_state`: parameters that must have room for state, even if they are frozen.
-        """
-        return self._held.bound(self.param_groups, with_state)
-
-    def bound_for(self, parameter: object, *, is_written: bool = False) -> tuple[Binding, Handed, int]:
-        """The binding and the parameter's position; looks at the other parameters only if this one has changed."""
-        return self._held.bound_for(self.param_groups, parameter, is_written=is_written)
-
-    def check_fits(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> None:
-        """Find out whether all state will find room in the tiers; see `Held.check_fits`."""
-        self._held.check_fits(groups, with_state)
-
-    def knows(self, parameter: object) -> bool:
-        """Whether it is one of the parameters; makes no binding."""
-        return self._held.knows(self.param_groups, parameter)
-
-    def has_state(self) -> bool:
-        """Whether there may be any state; False spares making a binding to find none."""
-        return self._held.has_state()
-
-    @property
-    def store(self) -> TieredStore:
-        """The store that holds the state: `where()`, `stats()`, `check()`, `resize()`."""
-        return self.bound()[0].store
-
-    # -- state --------------------------------------------------------------------------------------------------
-
-    @property  # type: ignore[override]
-    def state(self) -> StateView:
-        """Parameters to their states, read and written through to the store."""
-        return StateView(self)
-
-    @state.setter
-    def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        pending = {parameter: unwrap(state) for parameter, state in states.items()}
-        if pending:  # torch's constructor resets the state before there are groups
-            check_states(self.param_groups, pending)
-        self._held.pending = pending
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, all tensors on the CPU; low-precision parameters have a `master` more.
-
-        The tensors are copies, unaffected by later steps. State larger than the policy grants in memory is returned as
-        mappings of an unnamed file in the swap folder.
-        """
-        with self._held.alone():
-            handle = self.register_state_dict_post_hook(materialise_entries, prepend=True)
-            try:
-                return super().state_dict()
-            finally:
-                handle.remove()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class or torch.optim.AdamW saved; state stays in its tiers and its dtype.
-
-        Raises ValueError or StateDictError, with the optimizer unchanged, for state of another optimizer or model.
-        """
-        with self._held.alone():
-            handle = self.register_load_state_dict_pre_hook(check_and_wrap)
-            try:
-                super().load_state_dict(state_dict)
-            finally:
-                handle.remove()
-            if self._held.pending or self._held.binding is not None:
-                self.bound()  # but do not reserve room for nothing: accelerate loads empty state, then FSDP shards
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the group may carry `tier`, one of gpu, cpu and nvme."""
-        if isinstance(param_group, dict):  # else torch says what is wrong
-            _refuse_what_cannot_be_honoured(param_group)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            if group.get("tier", TIER_NAMES[0]) not in TIER_NAMES:
-                raise PolicyError(f"a parameter group has tier {group['tier']!r}; allowed: {', '.join(TIER_NAMES)}")
-            if self._held.binding is not None:
-                self.check_fits(self.param_groups, self._held.binding.with_state())
-        except BaseException:
-            del self.param_groups[-1]
-            raise
-        group["fused"] = self.defaults["fused"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {name: self.__dict__[name] for name in _KEPT if name in self.__dict__}
-        state = {parameter: dict(fields) for parameter, fields in self._materialised().items()}
-        return {**super().__getstate__(), **kept, "state": state, "tierstore_policy": self._held.policy}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        policy, values = state.pop("tierstore_policy", None), state.pop("state", None)
-        if "_held" not in self.__dict__:
-            self._begin(policy if policy is not None else TierPolicy.load())
-        pending, self._held.pending = self._held.pending, {}  # torch looks for old step counts, which `_load` reads too
-        try:
-            super().__setstate__(state)  # type: ignore[no-untyped-call]
-        finally:
-            self._held.pending = pending
-        _make_fused(*self.param_groups)
-        if values is not None:
-            self.state = values
-
-    def _materialised(self) -> dict[Tensor, dict[str, Any]]:
-        if not self.has_state():
-            return {}
-        binding, handed = self.bound()
-        return {binding.members[position].parameter: state for position, state in materialise(binding, handed).items()}
-
-    # -- the end ------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Give back memory, files and threads; the state is gone. Idempotent."""
-        self._held.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
-def _refuse_what_cannot_be_honoured(options: Mapping[str, Any]) -> None:
-    if options.get("differentiable"):
-        raise RuntimeError("TieredAdamW does not support `differentiable`: its state is outside autograd's reach")
-    if options.get("capturable"):
-        raise RuntimeError("TieredAdamW does not support `capturable`: a step reads and writes files")
-    if options.get("foreach") or options.get("fused") is False:
-        raise RuntimeError("TieredAdamW has torch's fused arithmetic only: leave out `foreach` and `fused=False`")
+class TieredSGD(TieredOptimizer, torch.optim.SGD):
+    """SGD with momentum, dampening and Nesterov, as torch.optim.SGD; `policy` and `tiers` as for TieredAdamW."""
+
+    rule = SGDRule()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        policy: PolicyLike = None,
+        tiers: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+            policy=policy,
+            tiers=tiers,
+        )
 
 
-def _make_fused(*groups: dict[str, Any]) -> None:
-    """See to it that torch's AdamW, given this state dict, keeps the same arithmetic."""
-    for group in groups:
-        group.update(fused=True, foreach=None, differentiable=False)
+class TieredLion(TieredOptimizer):
+    """Lion (Chen et al., 2023), a third of AdamW's state; `policy` and `tiers` as for TieredAdamW."""
+
+    rule = LionRule()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        policy: PolicyLike = None,
+        tiers: Sequence[str] | None = None,
+    ) -> None:
+        _check(lr=lr, betas=betas, weight_decay=weight_decay)
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options, policy=policy, tiers=tiers)
+
+
+class TieredLAMB(TieredOptimizer):
+    """LAMB (You et al., 2020), for large batches; `policy` and `tiers` as for TieredAdamW.
+
+    The trust ratio's norms are over whole parameters, so that chunks of a parameter that is cut move twice in a step.
+    A parameter that is sharded over ranks is refused.
+    """
+
+    rule = LAMBRule()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        policy: PolicyLike = None,
+        tiers: Sequence[str] | None = None,
+    ) -> None:
+        _check(lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options, policy=policy, tiers=tiers)
+
+
+def _check(*, lr: float | Tensor, betas: tuple[Any, Any], weight_decay: float, eps: float = 0.0) -> None:
+    """Refuse options that no rule can work with, NaN among them, in the words of torch's optimizers."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    for number, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {number}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")

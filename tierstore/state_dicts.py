@@ -14,8 +14,8 @@ from torch import Tensor
 from tierstore.errors import StateDictError
 from tierstore.state_view import ParameterState, check_state, materialise
 
-REQUIRED_OPTIONS = ("lr", "betas", "eps", "weight_decay")
-"""What a group of any AdamW has; older ones lack what torch has added since."""
+OWN_OPTIONS = ("tier", "fused", "foreach", "capturable", "differentiable")
+"""Where state lives and how it is computed is an optimizer's own affair: a load leaves it as it is."""
 
 
 class Loaded:
@@ -56,13 +56,13 @@ def _ids(groups: Sequence[Mapping[str, Any]], packed: Sequence[Mapping[str, Any]
 def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Refuse state that does not fit, before anything changes; wrap what fits. torch checks the counts of groups.
 
-    Where state lives is this optimizer's own affair: groups keep their `tier`, or that they have none.
+    Groups keep their `OWN_OPTIONS`, or that they have none.
     """
-    present, saved = optimizer.param_groups, state_dict["param_groups"]
+    rule, present, saved = optimizer.rule, optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in present] != [len(group["params"]) for group in saved]:
         return state_dict
     for number, packed in enumerate(saved):
-        if missing := [option for option in REQUIRED_OPTIONS if option not in packed]:
+        if missing := [option for option in rule.needed_options if option not in packed]:
             raise StateDictError(
                 f"param_groups.{number} has no {', '.join(missing)}: this is another optimizer's state"
             )
@@ -74,14 +74,14 @@ def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]
     for key, state in state_dict["state"].items():
         if key not in by_key:
             raise StateDictError(f"the state dict has state for {key!r}, which is in none of its param_groups")
-        check_state(*by_key[key], state, is_whole=True)
+        check_state(rule, *by_key[key], state, is_whole=True)
         wrapped[key] = Loaded(state)
-    groups = [_with_tier_of(group, packed) for group, packed in zip(present, saved, strict=True)]
+    groups = [_with_own_of(group, packed) for group, packed in zip(present, saved, strict=True)]
     loaded = [{**packed, "params": group["params"]} for group, packed in zip(present, groups, strict=True)]
     optimizer.check_fits(loaded, [by_key[key][0] for key, state in state_dict["state"].items() if state])
     return {**state_dict, "state": wrapped, "param_groups": groups}
 
 
-def _with_tier_of(group: Mapping[str, Any], packed: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in packed.items() if key != "tier"}
-    return {**kept, "tier": group["tier"]} if "tier" in group else kept
+def _with_own_of(group: Mapping[str, Any], packed: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in packed.items() if key not in OWN_OPTIONS}
+    return {**kept, **{key: group[key] for key in OWN_OPTIONS if key in group}}

@@ -18,10 +18,10 @@ from tierstore.errors import StateDictError
 from tierstore.layout import as_real, empty_like_stored
 from tierstore.members import Member, sharded_like, survey
 from tierstore.results import Results
+from tierstore.rules import Rule
 
 STEP = "step"
-KNOWN_FIELDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
-REQUIRED_FIELDS = (STEP, "exp_avg", "exp_avg_sq")
+MASTER = "master"
 
 
 class Handed:
@@ -117,7 +117,9 @@ class ParameterState(MutableMapping[str, Any]):
         write_state(binding, handed, {position: {name: value}}, is_whole=False)
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError(f"{name!r} cannot be deleted alone: AdamW needs all fields; delete the parameter's whole state")
+        raise TypeError(
+            f"{name!r} cannot be deleted alone: a step needs all fields; delete the parameter's whole state"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())
@@ -135,7 +137,7 @@ class ParameterState(MutableMapping[str, Any]):
         if not self._owner.has_state():
             return ()
         binding, _, position = self._owner.bound_for(self._parameter)
-        return (STEP, *field_order(binding, position)) if position in binding.steps else ()
+        return names_of(binding, position) if position in binding.steps else ()
 
 
 class StateView(MutableMapping[Tensor, Any]):
@@ -203,7 +205,7 @@ def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
     read = binding.read(wanted, Results.under(binding.policy, expected))
     return {
         position: {
-            STEP: binding.steps[position].clone(),
+            **({STEP: binding.steps[position].clone()} if binding.rule.counts_steps else {}),
             **{name: shaped(binding.members[position], flat) for name, flat in fields.items()},
         }
         for position, fields in read.items()
@@ -213,36 +215,37 @@ def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
 def write_state(binding: Binding, handed: Handed, states: Mapping[int, Mapping[str, Any]], *, is_whole: bool) -> None:
     """Write states of parameters, by position. `is_whole`: what is not given is as for a parameter that never stepped.
 
-    Raises StateDictError, with nothing changed, for a field that AdamW does not have or values of another shape.
+    Raises StateDictError, with nothing changed, for a field that the rule does not have or values of another shape.
     """
     handed.absorb()
     for position, state in states.items():
-        check_state(binding.members[position].parameter, binding.members[position].name, state, is_whole=is_whole)
+        member = binding.members[position]
+        check_state(binding.rule, member.parameter, member.name, state, is_whole=is_whole)
     values: dict[int, dict[str, Tensor]] = {}
     steps: dict[int, Tensor] = {}
     for position, state in states.items():
-        if not state and is_whole:
+        if is_whole and not (given(state) and binding.keeps_state(position)):
             continue  # its state is taken away
         is_new = is_whole or position not in binding.steps
         steps[position] = _step_of(state, None if is_new else binding.steps[position])
         values[position] = _fields_to_write(binding, handed, position, state, is_new)
     binding.write({position: fields for position, fields in values.items() if fields})
     for position in states:
-        handed.forget_fields(position, values.get(position, KNOWN_FIELDS))
+        handed.forget_fields(position, values.get(position, (*binding.rule.moments, MASTER)))
         if position not in steps:
             binding.steps.pop(position, None)
     binding.steps.update(steps)
 
 
-def check_states(groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, Any]) -> None:
-    """Refuse states that are not AdamW's or not of these parameters."""
-    members = {id(member.parameter): member for member in survey(groups)}
+def check_states(rule: Rule, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, Any]) -> None:
+    """Refuse states that are not the rule's or not of these parameters."""
+    members = {id(member.parameter): member for member in survey(groups, rule)}
     for parameter, state in states.items():
         member = members.get(id(parameter))
         if member is None:
             what = tuple(parameter.shape) if isinstance(parameter, Tensor) else parameter
             raise StateDictError(f"there is state for {what!r}, which is in none of the param_groups")
-        check_state(parameter, member.name, state, is_whole=True)
+        check_state(rule, parameter, member.name, state, is_whole=True)
 
 
 def carried(
@@ -252,9 +255,9 @@ def carried(
 
     Raises StateDictError for state of another shape than the new parameter, or of one that is gone without successor.
     """
-    members = survey(groups)
+    members = survey(groups, old.rule)
     present = {id(member.parameter): member for member in members}
-    given: dict[Tensor, Mapping[str, Any]] = {}
+    taken_over: dict[Tensor, Mapping[str, Any]] = {}
     for position, state in states.items():
         was = old.members[position]
         now = present.get(id(was.parameter)) or (members[position] if position < len(members) else None)
@@ -264,27 +267,36 @@ def carried(
                 f"(`del optimizer.state[parameter]`) before taking it out"
             )
         if now.dtype != was.dtype:
-            state.pop("master", None)  # the parameter in its new dtype is the truth
-        check_state(now.parameter, now.name, state, is_whole=True)
-        given[now.parameter] = state
-    return given
+            state.pop(MASTER, None)  # the parameter in its new dtype is the truth
+        check_state(old.rule, now.parameter, now.name, state, is_whole=True)
+        taken_over[now.parameter] = state
+    return taken_over
 
 
-def check_state(parameter: Tensor, name: str, state: Mapping[str, Any], *, is_whole: bool) -> None:
-    """Refuse state that is not AdamW's, or not this parameter's."""
+def given(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a state has a value: torch saves None for a buffer not made yet, DCP {} for a field that was missing."""
+    return {
+        name: value
+        for name, value in state.items()
+        if value is not None and not (isinstance(value, Mapping) and not value)
+    }
+
+
+def check_state(rule: Rule, parameter: Tensor, name: str, state: Mapping[str, Any], *, is_whole: bool) -> None:
+    """Refuse state that is not the rule's, or not this parameter's."""
     if not isinstance(state, Mapping):
         raise StateDictError(f"the state of {name} is a {type(state).__name__}, not a mapping of fields to tensors")
-    unknown = [field for field in state if field not in (STEP, *KNOWN_FIELDS)]
-    missing = [field for field in REQUIRED_FIELDS if field not in state] if is_whole and state else []
+    steps, values = (STEP,) if rule.counts_steps else (), given(state)
+    unknown = [field for field in state if field not in (*steps, *rule.moments, MASTER)]
+    missing = [field for field in (*steps, *rule.needed) if field not in values] if is_whole and values else []
     if unknown or missing:
         raise StateDictError(
-            f"the state of {name} is not AdamW's: it has {sorted(map(str, state))}; unknown: {unknown}, "
+            f"the state of {name} is not {rule.name}'s: it has {sorted(map(str, state))}; unknown: {unknown}, "
             f"missing: {missing}"
         )
-    for field in KNOWN_FIELDS:
-        value = state.get(field)
-        if value is not None and not (field == "master" and isinstance(value, Mapping) and not value):
-            _check_value(parameter, f"{field} of {name}", value)
+    for field in (*rule.moments, MASTER):
+        if field in values:
+            _check_value(parameter, f"{field} of {name}", values[field])
     step = state.get(STEP, 0.0)
     is_number = (
         step.numel() == 1 and not step.is_complex() if isinstance(step, Tensor) else isinstance(step, int | float)
@@ -311,9 +323,14 @@ def _check_value(parameter: Tensor, what: str, value: object) -> None:
 
 
 def field_order(binding: Binding, position: int) -> tuple[str, ...]:
-    """The names of a parameter's fields as torch orders them, then `master`."""
+    """The names of a parameter's fields in the rule's order, then `master`."""
     names = {field.name for field in binding.fields_of(position)}
-    return tuple(name for name in KNOWN_FIELDS if name in names)
+    return tuple(name for name in (*binding.rule.moments, MASTER) if name in names)
+
+
+def names_of(binding: Binding, position: int) -> tuple[str, ...]:
+    """What a state dict shows of a parameter that has state."""
+    return (*((STEP,) if binding.rule.counts_steps else ()), *field_order(binding, position))
 
 
 def shaped(member: Member, flat: Tensor) -> Tensor:
@@ -362,5 +379,5 @@ def _fields_to_write(
         if isinstance(value, Tensor):
             values[name] = sharded_like(parameter, value)
         elif is_new:
-            values[name] = parameter if name == "master" else torch.zeros(())
+            values[name] = parameter if name == MASTER else torch.zeros(())
     return values

@@ -1,4 +1,4 @@
-"""What one step does to one chunk: which of its spans take part, and the pieces that `kernels` updates.
+"""What one step does to one chunk: which of its spans take part, and the pieces that the rule updates.
 
 Holds the step's gradients and options, and never looks at where a chunk is. A parameter whose elements are not dense is
 updated through a contiguous copy, which is written back after its last span.
@@ -6,17 +6,19 @@ updated through a contiguous copy, which is written back after its last span.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from tierstore.binding import Binding
-from tierstore.kernels import Hyper, Manner, Pieces, Scratch, begin, update
+from tierstore.kernels import Manner, Scratch, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
+from tierstore.rules import Pieces
 
 
 class Participant(NamedTuple):
@@ -46,8 +48,9 @@ class StepWork:
 
     binding: Binding
     participants: Mapping[int, Participant]
-    hypers: list[Hyper]
-    manner: Manner
+    options: list[Any]  # of each group
+    scratch: Scratch
+    grad_scale: Tensor | None
     steps: dict[int, Tensor]  # what the step counts will be
     new: frozenset[int]  # those that have no state yet
     finished: set[int] = field(default_factory=set)
@@ -61,50 +64,78 @@ class StepWork:
         groups: Sequence[Mapping[str, Any]],
         scratch: Scratch,
         grad_scale: Tensor | None,
-    ) -> StepWork:
+    ) -> Self:
         """Prepare a step; changes nothing."""
-        hypers = [_hyper_of(group) for group in groups]
+        options = [binding.rule.options(group) for group in groups]
         new = frozenset(participants.keys() - binding.steps.keys())
-        manner = Manner(scratch, binding.policy.check_parameters, grad_scale)
-        return cls(binding, participants, hypers, manner, _advanced(binding, participants), new)
+        return cls(binding, participants, options, scratch, grad_scale, _advanced(binding, participants), new)
 
-    def count(self) -> None:
-        """Count the step, which is done, in every participant."""
-        for position in self.new:
-            self.binding.steps[position] = torch.tensor(0.0)
-        torch._foreach_copy_([self.binding.steps[position] for position in self.steps], list(self.steps.values()))
-
-    def takes_part(self, chunk: Chunk) -> bool:
-        """Whether any parameter in the chunk has a gradient."""
-        return any(span.parameter in self.participants for span in chunk.spans)
+    def order(self, chunks: Iterable[int]) -> list[int]:
+        """Of chunks, in the order of this step, those to be run, a chunk as often as it is needed."""
+        return [number for number in chunks if self._takes_part(self.binding.layout.chunks[number])]
 
     def use(self, number: int, record: Tensor, is_fresh: bool) -> None:
         """Launch the update of one chunk on the device of the tier that computes it."""
         chunk = self.binding.layout.chunks[number]
         self.binding.plant.launch(chunk.cls.compute, lambda: self._update(chunk, record))
 
+    def update_stateless(self) -> None:
+        """Update the parameters that have no state, and so no chunk, where they are."""
+        for position, participant in self.participants.items():
+            member = self.binding.members[position]
+            if not self.binding.fields_of(position) and member.form.numel():
+                flat = _Flat.of(participant)
+                pieces = Pieces([flat.parameter], [flat.gradient], {}, [], [self.steps[position]])
+                for turn in range(participant.times):
+                    self._apply(pieces, member.group, is_first=position in self.new and turn == 0)
+                flat.put_back()
+
+    def count(self) -> None:
+        """Count the step, which is done, in every participant that has something to show for it."""
+        for position in self.new:
+            if self.binding.keeps_state(position):
+                self.binding.steps[position] = torch.tensor(0.0)
+        kept = [position for position in self.steps if position in self.binding.steps]
+        if kept:
+            counts = [self.binding.steps[position] for position in kept]
+            torch._foreach_copy_(counts, [self.steps[position] for position in kept])
+
+    def _takes_part(self, chunk: Chunk) -> bool:
+        """Whether any parameter in the chunk has a gradient."""
+        return any(span.parameter in self.participants for span in chunk.spans)
+
     def _update(self, chunk: Chunk, record: Tensor) -> None:
-        runs = {
-            number: self._run_of(span) for number, span in enumerate(chunk.spans) if span.parameter in self.participants
-        }
-        fields = {field.name: chunk.parts(record, field.name) for field in chunk.cls.fields}
-        for (turn, is_new, group, *_), numbers in self._batches(chunk).items():
-            pieces = Pieces(
-                [runs[number][0] for number in numbers],
-                [runs[number][1] for number in numbers],
-                _chosen(fields, "exp_avg", numbers),
-                _chosen(fields, "exp_avg_sq", numbers),
-                _chosen(fields, "max_exp_avg_sq", numbers),
-                _chosen(fields, "master", numbers),
-                [self.steps[chunk.spans[number].parameter] for number in numbers],
-            )
+        for (turn, is_new, group, *_), numbers in self.batches_of(chunk).items():
+            pieces = self.pieces_of(chunk, record, numbers)
             if is_new and turn == 0:
                 begin(pieces)
-            update(pieces, self.hypers[group], self.manner)
-        for number in runs:
-            self._end_span(chunk.spans[number])
+            self._apply(pieces, group, is_first=is_new and turn == 0)
+        for span in chunk.spans:
+            if span.parameter in self.participants:
+                self.end_span(span)
 
-    def _batches(self, chunk: Chunk) -> dict[_Alike, list[int]]:
+    def _apply(self, pieces: Pieces, group: int, *, is_first: bool) -> None:
+        """Give pieces of one group to the rule."""
+        rule, options = self.binding.rule, self.options[group]
+        formula = partial(rule.update, options=options, is_first=is_first, grad_scale=self.grad_scale)
+        update(pieces, formula, self.manner(as_whole=rule.is_one_pass(options)))
+
+    def manner(self, *, as_whole: bool) -> Manner:
+        """How all pieces of this step are updated."""
+        return Manner(self.scratch, self.binding.policy.check_parameters, as_whole)
+
+    def pieces_of(self, chunk: Chunk, record: Tensor, numbers: Sequence[int]) -> Pieces:
+        """The spans of a chunk with these numbers."""
+        runs = [self._run_of(chunk.spans[number]) for number in numbers]
+        fields = {}
+        for kind in chunk.cls.fields:
+            parts = chunk.parts(record, kind.name)
+            fields[kind.name] = [parts[number] for number in numbers]
+        masters = fields.pop("master", [])
+        steps = [self.steps[chunk.spans[number].parameter] for number in numbers]
+        return Pieces([values for values, _ in runs], [gradient for _, gradient in runs], fields, masters, steps)
+
+    def batches_of(self, chunk: Chunk) -> dict[_Alike, list[int]]:
         """The numbers of the spans that can be updated together; a span is in as many as its parameter occurs."""
         batches: dict[_Alike, list[int]] = {}
         for number, span in enumerate(chunk.spans):
@@ -125,7 +156,8 @@ class StepWork:
             return flat.parameter, flat.gradient
         return flat.parameter.narrow(0, span.start, span.length), flat.gradient.narrow(0, span.start, span.length)
 
-    def _end_span(self, span: Span) -> None:
+    def end_span(self, span: Span) -> None:
+        """Count a span as done; after a parameter's last one, see to it that the parameter has its new values."""
         flat = self._flat[span.parameter]
         flat.elements_left -= span.length
         if flat.elements_left == 0:
@@ -160,12 +192,6 @@ class _Flat:
             self.original.copy_(self.parameter.view(self.original.shape))
 
 
-def _chosen(fields: Mapping[str, Sequence[Tensor]], name: str, numbers: Sequence[int]) -> list[Tensor]:
-    """Some spans of a field, none if the chunk does not have it."""
-    parts = fields.get(name)
-    return [] if parts is None else [parts[number] for number in numbers]
-
-
 def _resolved(gradient: Tensor) -> Tensor:
     """Make a lazily conjugated gradient, which autograd may leave on a complex parameter, an ordinary one."""
     return gradient.resolve_conj() if gradient.is_complex() else gradient
@@ -182,16 +208,3 @@ def _advanced(binding: Binding, participants: Mapping[int, Participant]) -> dict
     values = counts.tolist()
     tensors = {value: torch.tensor(value) for value in set(values)}
     return {position: tensors[value] for position, value in zip(participants, values, strict=True)}
-
-
-def _hyper_of(group: Mapping[str, Any]) -> Hyper:
-    beta1, beta2 = group["betas"]
-    return Hyper(
-        float(group["lr"]),
-        float(beta1),
-        float(beta2),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        amsgrad=bool(group["amsgrad"]),
-        maximize=bool(group["maximize"]),
-    )

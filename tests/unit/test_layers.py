@@ -18,7 +18,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "decide": ("units", "policy", "residency", "placement", "growth", "plan"),
     "do": ("signals", "device", "pressure", "io", "swapfile", "tiers", "transfer"),
     "join": ("flights", "traffic", "guard", "store", "build", "piecestore", "tensors"),
-    "use": ("kernels", "results", "members", "binding", "state_view", "state_dicts", "update", "held", "optimizer"),
+    "use": (
+        *("rules", "kernels", "results", "members", "binding", "state_view", "state_dicts", "update", "normed", "held"),
+        *("tiered", "optimizer"),
+    ),
     "front": ("", "demo", "cli", "__main__"),
 }
 STRANGERS = [{"decide", "do"}]  # groups that never import each other

@@ -1,0 +1,197 @@
+"""What an update rule is: which fields a parameter's state has, which options a group has, and the formula.
+
+A rule sees plain 1-D pieces and one group's options, never a chunk, a tier or an optimizer. It must compute the same
+bits for a parameter as a whole and cut at multiples of `CUT_ELEMENTS` elements, because placement may cut anywhere
+there; `kernels.self_test` compares. A rule that needs norms over whole parameters is a `NormedRule`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tierstore.layout import CUT_ELEMENTS
+
+
+class Pieces(NamedTuple):
+    """Runs of parameters' elements, each 1-D: values, gradients and fields of the state, in lists in one order.
+
+    A list has one dtype and one device. `moments` are the fields that the rule keeps, by name; `masters` is empty where
+    there are none. `steps` are the parameters' 0-dim step counts, on the CPU, already advanced. `scales` are what a
+    `NormedRule` made of each whole parameter, on its device; empty before, and for other rules.
+    """
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    moments: dict[str, list[Tensor]]
+    masters: list[Tensor]
+    steps: list[Tensor]
+    scales: list[Tensor] = []  # noqa: RUF012 - never changed
+
+    @property
+    def state_like(self) -> Tensor:
+        """A tensor of the dtype and device that the update is computed in."""
+        for tensors in (self.masters, *self.moments.values(), self.parameters):
+            if tensors:
+                return tensors[0]
+        raise AssertionError("no pieces")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether parameters, gradients and state are of one dtype and device, so that a formula can work on them."""
+        firsts = (self.parameters[0], self.gradients[0], self.state_like)
+        return not self.masters and len({(tensor.dtype, tensor.device) for tensor in firsts}) == 1
+
+    def lengths(self) -> list[int]:
+        """The number of elements of each."""
+        return [parameter.numel() for parameter in self.parameters]
+
+    def take(self, start: int, stop: int) -> Pieces:
+        """Those from the one numbered `start` to before `stop`."""
+        return Pieces(
+            self.parameters[start:stop],
+            self.gradients[start:stop],
+            {name: tensors[start:stop] for name, tensors in self.moments.items()},
+            self.masters[start:stop],
+            self.steps[start:stop],
+            self.scales[start:stop],
+        )
+
+    def cut(self, number: int, start: int, length: int) -> Pieces:
+        """A part of one of them, from its element `start` on."""
+
+        def part(tensors: list[Tensor]) -> list[Tensor]:
+            return [tensor.narrow(0, start, length) for tensor in tensors[number : number + 1]]
+
+        return Pieces(
+            part(self.parameters),
+            part(self.gradients),
+            {name: part(tensors) for name, tensors in self.moments.items()},
+            part(self.masters),
+            self.steps[number : number + 1],
+            self.scales[number : number + 1],
+        )
+
+    def tiles(self, most: int) -> Iterator[Pieces]:
+        """Cut the long ones and gather the short ones, in order, into tiles of at most `most` elements."""
+        first, gathered = 0, 0
+        lengths = self.lengths()
+        for number, length in enumerate(lengths):
+            if gathered + length > most:
+                if number > first:
+                    yield self.take(first, number)
+                first, gathered = number, 0
+            if length > most:
+                for start in range(0, length, most):
+                    yield self.cut(number, start, min(most, length - start))
+                first = number + 1
+            else:
+                gathered += length
+        if first < len(lengths):
+            yield self.take(first, len(lengths))
+
+
+class Rule(ABC):
+    """An update rule without state of its own; one object serves all optimizers of a class."""
+
+    name: ClassVar[str]
+    """The algorithm, for messages."""
+    moments: ClassVar[tuple[str, ...]]
+    """All fields that the rule may keep, in the order in which a state dict shows them."""
+    needed: ClassVar[tuple[str, ...]]
+    """Those without which a state is not this rule's."""
+    needed_options: ClassVar[tuple[str, ...]]
+    """Keys that a saved group must have; those that torch added later may be missing."""
+    counts_steps: ClassVar[bool] = True
+    """Whether a parameter's state has a `step`."""
+    sparse_advice: ClassVar[str] = ""
+
+    def moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The fields that a parameter of this group has."""
+        return self.moments
+
+    @abstractmethod
+    def options(self, group: Mapping[str, Any]) -> Hashable:
+        """A group's options as numbers, for `update`."""
+
+    def is_one_pass(self, options: Any) -> bool:
+        """Whether `update` goes over memory once, so that long pieces need not be cut into tiles for the cache."""
+        return False
+
+    @abstractmethod
+    def update(self, pieces: Pieces, options: Any, *, is_first: bool, grad_scale: Tensor | None) -> None:
+        """Apply one step to plain pieces, no two of the same elements.
+
+        `is_first`: it is their first step, and all moments are zero. Gradients keep their values, unless `grad_scale`
+        is given: a 1-element tensor that they are divided by, and which only fused kernels are ever given.
+        """
+
+    def update_in_cuts(self, cuts: Sequence[Pieces], options: Any) -> None:
+        """Apply one step to one parameter that is cut into pieces, in order."""
+        for pieces in cuts:
+            self.update(pieces, options, is_first=False, grad_scale=None)
+
+
+class NormedRule(Rule):
+    """A rule whose step needs norms over each whole parameter, and so two passes over one that is cut.
+
+    `measure` takes the step's gradients into the moments and gives what the norms are summed from; once all of a
+    parameter is measured, `scale` makes one factor of it, and `apply` changes the parameter.
+    """
+
+    @abstractmethod
+    def measure(self, pieces: Pieces, options: Any) -> list[Tensor]:
+        """Advance the moments; return for each piece its sums, float64 of shape [blocks, sums], see `block_sums`."""
+
+    @abstractmethod
+    def scale(self, sums: Tensor, options: Any) -> Tensor:
+        """The factor (0-dim, on the device of `sums`) of a parameter from all its sums, [blocks, sums]."""
+
+    @abstractmethod
+    def apply(self, pieces: Pieces, options: Any) -> None:
+        """Change the parameters, given their moments after `measure` and their `scales`."""
+
+    def update(self, pieces: Pieces, options: Any, *, is_first: bool, grad_scale: Tensor | None) -> None:
+        """Apply one step to whole parameters."""
+        scales = [self.scale(sums, options) for sums in self.measure(pieces, options)]
+        self.apply(pieces._replace(scales=scales), options)
+
+    def update_in_cuts(self, cuts: Sequence[Pieces], options: Any) -> None:
+        """Apply one step to one parameter that is cut into pieces, in order."""
+        sums = torch.cat([sums for pieces in cuts for sums in self.measure(pieces, options)])
+        for pieces in cuts:
+            self.apply(pieces._replace(scales=[self.scale(sums, options)]), options)
+
+
+def block_sums(values: Tensor) -> Tensor:
+    """Sums of squares over each `CUT_ELEMENTS` elements of a 1-D tensor, in float64: [blocks].
+
+    However a parameter is cut, its blocks are the same, and so is what is summed from them.
+    """
+    whole = values.numel() // CUT_ELEMENTS * CUT_ELEMENTS
+    squares = values.double().square()
+    rows = squares[:whole].view(-1, CUT_ELEMENTS).sum(1)
+    return rows if whole == values.numel() else torch.cat([rows, squares[whole:].sum().view(1)])
+
+
+def blocks_of(elements: int) -> int:
+    """How many sums `block_sums` gives."""
+    return -(-elements // CUT_ELEMENTS)
+
+
+def arithmetic_of(group: Mapping[str, Any]) -> str:
+    """Which of torch's formulas a group asks for, `fused`, `foreach` or `for-loop`: they round differently."""
+    if group.get("foreach"):
+        return "foreach"
+    return "for-loop" if group.get("fused") is False else "fused"
+
+
+def on_device(steps: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Step counts where a fused kernel wants them."""
+    if device.type == "cpu":
+        return steps
+    return list(torch.stack(steps).to(device, non_blocking=True).unbind())

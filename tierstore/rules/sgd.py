@@ -1,0 +1,81 @@
+"""SGD with momentum, dampening and Nesterov's acceleration (Sutskever et al., 2013), as torch computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from tierstore.rules.base import Pieces, Rule, arithmetic_of
+
+
+@dataclass(frozen=True, slots=True)
+class SGDOptions:
+    """The options of a group, as numbers."""
+
+    arithmetic: str
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+
+class SGDRule(Rule):
+    """SGD; without momentum it keeps nothing. At a parameter's first step the buffer becomes the whole gradient."""
+
+    name = "SGD"
+    moments = ("momentum_buffer",)
+    needed = ()
+    needed_options = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+    counts_steps = False
+    sparse_advice = "TieredSGD does not support sparse gradients, use torch.optim.SGD for these parameters"
+
+    def moments_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The buffer, if there is momentum."""
+        return self.moments if group["momentum"] != 0 else ()
+
+    def options(self, group: Mapping[str, Any]) -> SGDOptions:
+        """A group's options as numbers."""
+        return SGDOptions(
+            arithmetic_of(group),
+            float(group["lr"]),
+            float(group["momentum"]),
+            float(group["dampening"]),
+            float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            maximize=bool(group["maximize"]),
+        )
+
+    def is_one_pass(self, options: SGDOptions) -> bool:
+        """The fused kernel is."""
+        return options.arithmetic == "fused"
+
+    def update(self, pieces: Pieces, options: SGDOptions, *, is_first: bool, grad_scale: Tensor | None) -> None:
+        """Apply one step to plain pieces."""
+        buffers = pieces.moments["momentum_buffer"] if options.momentum != 0 else []
+        numbers = {
+            "weight_decay": options.weight_decay,
+            "momentum": options.momentum,
+            "lr": options.lr,
+            "dampening": options.dampening,
+            "nesterov": options.nesterov,
+            "maximize": options.maximize,
+        }
+        if options.arithmetic == "fused":
+            scale = None if grad_scale is None else grad_scale.to(pieces.parameters[0].device)
+            fused: Any = torch._fused_sgd_
+            fused(pieces.parameters, pieces.gradients, buffers, **numbers, is_first_step=is_first, grad_scale=scale)
+            return
+        given: list[Any] = list(buffers) if buffers and not is_first else [None] * len(pieces.parameters)
+        formula: Any = sgd
+        formula(
+            pieces.parameters, pieces.gradients, given, **numbers, foreach=options.arithmetic == "foreach", fused=False
+        )
+        if buffers and is_first:
+            torch._foreach_copy_(buffers, given)
