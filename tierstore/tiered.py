@@ -114,7 +114,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._held.is_reversed and is_alternating:
             chunks.reverse()
         order = work.order(chunks)
-        turns_round = is_alternating and len(order) < 2 * len(set(order))  # else it has come back to where it began
+        turns_round = is_alternating and len(order) < 1.5 * len(set(order))  # else most of it has come back already
         try:
             binding.run(order, chunks[::-1] if turns_round else chunks, work.use, is_step=True)
         except BaseException as error:

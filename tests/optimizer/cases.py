@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from tierstore.errors import CapacityError, EngineUnavailableError
 from tierstore.io import open_engine
 from tierstore.optimizer import TieredAdamW
+from tierstore.tiered import TieredOptimizer
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -153,7 +154,7 @@ def assert_same_parameters(found: Sequence[Tensor], wanted: Sequence[Tensor], wh
             )
 
 
-def assert_same_state(optimizer: TieredAdamW, reference: Reference, when: object = "") -> None:
+def assert_same_state(optimizer: TieredOptimizer, reference: Reference, when: object = "") -> None:
     """Compare the whole state_dict with the reference's state, to the bit."""
     saved = optimizer.state_dict()["state"]
     ids: dict[Tensor, int] = {}  # of a parameter that occurs twice, torch takes the last number
@@ -338,21 +339,23 @@ def least_chunk_bytes(groups: Sequence[dict[str, Any]]) -> int:
         for parameter in group["params"]:
             values = real(parameter.detach())
             moment = 4 if values.dtype in LOW else values.element_size()
-            widest = max(widest, moment * (2 + bool(group["amsgrad"]) + (values.dtype in LOW)))
+            widest = max(widest, moment * (2 + bool(group.get("amsgrad")) + (values.dtype in LOW)))
     return -(-1024 * widest // 4096) * 4096
 
 
-def fitted(groups: Sequence[dict[str, Any]], policy: dict[str, Any]) -> TieredAdamW:
+def fitted(
+    groups: Sequence[dict[str, Any]], policy: dict[str, Any], make: Callable[..., TieredOptimizer] = TieredAdamW
+) -> TieredOptimizer:
     """Construct; where capacities are too small raise them to what the error says is enough, which then must be."""
     for _ in range(4):
         try:
-            return TieredAdamW(groups, policy=policy)
+            return make(groups, policy=policy)
         except CapacityError as error:
             story = str(error)
         raise_capacities(policy, story)
         if policy["chunk_size"] != "auto":  # else it grows with the capacities
             break
-    return TieredAdamW(groups, policy=policy)
+    return make(groups, policy=policy)
 
 
 def raise_capacities(policy: dict[str, Any], story: str) -> None:

@@ -24,9 +24,9 @@ class AdamOptions:
 
     arithmetic: str
     is_decoupled: bool
-    lr: float
-    beta1: float
-    beta2: float
+    lr: float | Tensor  # the for-loop rounds Tensors as they are
+    beta1: float | Tensor
+    beta2: float | Tensor
     eps: float
     weight_decay: float
     amsgrad: bool
@@ -48,13 +48,14 @@ class AdamRule(Rule):
 
     def options(self, group: Mapping[str, Any]) -> AdamOptions:
         """A group's options as numbers."""
-        beta1, beta2 = group["betas"]
+        arithmetic, (beta1, beta2) = arithmetic_of(group), group["betas"]
+        as_is = arithmetic == "for-loop"
         return AdamOptions(
-            arithmetic_of(group),
+            arithmetic,
             self.is_decoupled(group),
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
+            group["lr"] if as_is else float(group["lr"]),
+            beta1 if as_is else float(beta1),
+            beta2 if as_is else float(beta2),
             float(group["eps"]),
             float(group["weight_decay"]),
             amsgrad=bool(group["amsgrad"]),

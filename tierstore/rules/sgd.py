@@ -18,7 +18,7 @@ class SGDOptions:
     """The options of a group, as numbers."""
 
     arithmetic: str
-    lr: float
+    lr: float | Tensor  # the for-loop rounds a Tensor as it is
     momentum: float
     dampening: float
     weight_decay: float
@@ -42,9 +42,10 @@ class SGDRule(Rule):
 
     def options(self, group: Mapping[str, Any]) -> SGDOptions:
         """A group's options as numbers."""
+        arithmetic = arithmetic_of(group)
         return SGDOptions(
-            arithmetic_of(group),
-            float(group["lr"]),
+            arithmetic,
+            group["lr"] if arithmetic == "for-loop" else float(group["lr"]),
             float(group["momentum"]),
             float(group["dampening"]),
             float(group["weight_decay"]),
