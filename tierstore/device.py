@@ -258,7 +258,7 @@ def open_device(wanted: str, parameters_on: torch.device | None) -> Device | Non
         device = torch.device(wanted)
     except RuntimeError as error:
         raise PolicyError(f"tiers.gpu.device: {wanted!r} is no device torch knows: {error}") from error
-    current = torch.accelerator.current_accelerator(check_available=True)
+    current = _accelerator()
     if current is None or current.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
         return None
     if device.index is None and parameters_on is not None and parameters_on.type == device.type:
@@ -287,7 +287,7 @@ def may_still_move_to_accelerator(device: torch.device) -> bool:
 
 def present_accelerator() -> torch.device | None:
     """The accelerator that torch has here, by the index of the current one; None if there is none that works."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = _accelerator()
     return None if accelerator is None else _with_index(accelerator)
 
 
@@ -299,8 +299,13 @@ def wait_for_all_work(device: torch.device) -> None:
 
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a graph, which host I/O cannot be part of."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = _accelerator()
     return accelerator is not None and accelerator.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _accelerator() -> torch.device | None:
+    """The kind of accelerator that torch has here, if one works; older torch raises if there is none."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def map_host_memory(nbytes: int, *, page_lock: PageLock | None = None) -> Tensor:
@@ -369,7 +374,7 @@ def _register_with_cuda(device: torch.device, address: int, nbytes: int) -> Call
                 _log.warning("cudaHostUnregister: error %d", code)
                 _forget_cuda_error(device)
 
-    with torch.accelerator.device_index(device.index):
+    with torch.cuda.device(device):
         for start in range(0, nbytes, REGISTER_PIECE):
             length = min(REGISTER_PIECE, nbytes - start)
             code = int(runtime.cudaHostRegister(address + start, length, REGISTER_PORTABLE))

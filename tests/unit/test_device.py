@@ -325,7 +325,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The devices whose last error was taken away."""
     devices: list[torch.device] = []
     monkeypatch.setattr(device, "_forget_cuda_error", devices.append)
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: memoryview(b""))  # any context manager
+    monkeypatch.setattr(torch.cuda, "device", lambda device: memoryview(b""))  # any context manager
     monkeypatch.setattr(device, "REGISTER_PIECE", 8192)
     return devices
 
@@ -380,9 +380,10 @@ def test_unknown_device_is_named() -> None:
 
 
 def test_absent_accelerator_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert open_device("cuda", None) is None
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert open_device("cuda:2", None) is None
 
