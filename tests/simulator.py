@@ -173,7 +173,7 @@ class Simulation:
         self.store.check()
 
     def step(self, order: Sequence[int], upcoming: Sequence[int]) -> None:
-        """Use each chunk once, checking that it holds what it should, and everything's invariants after each."""
+        """Use each chunk as often as it occurs, checking that it holds what it should, and everything's invariants after each."""
         try:
             self.store.run(order, upcoming, self._use)
         finally:
@@ -298,6 +298,8 @@ class RandomLife:
             order.reverse()
         self.steps += 1
         participating = [chunk for chunk in order if self.chance.random() < self.share_used]
+        if self.chance.random() < 0.2:  # some are visited twice
+            participating += [chunk for chunk in reversed(participating) if self.chance.random() < 0.6]
         self.simulation.step(participating, order[::-1] if self.is_alternating else order)
 
     def _grow(self) -> None:

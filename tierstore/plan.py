@@ -95,7 +95,7 @@ def plan_step(
     room: Mapping[str, int],
     line: Sequence[str],
 ) -> Plan:
-    """Plan the use of each chunk of `order` once.
+    """Plan the use of the chunks of `order`, each as often as it occurs.
 
     `upcoming` is the expected order of the step after (it may be empty). `room` gives the extents of each tier that are
     free, or will be when the moves under way are done. `line` names the tiers, fastest first.
@@ -156,9 +156,10 @@ class _Planner:
         self._room = dict(room)
         self._at: dict[int, str | None] = {chunk: view.tier for chunk, view in chunks.items()}
         self._next_use: dict[int, float] = dict.fromkeys(chunks, math.inf)  # position in order and upcoming
-        self._after: dict[int, float] = {}  # next use once the one in this step is over
+        self._later: dict[int, list[float]] = {}  # the uses after that, nearest last
         for position, chunk in reversed(list(enumerate((*order, *upcoming)))):
-            self._after[chunk] = self._next_use[chunk]
+            if self._next_use[chunk] < math.inf:
+                self._later.setdefault(chunk, []).append(self._next_use[chunk])
             self._next_use[chunk] = position
         self._guests: dict[str, list[tuple[float, int]]] = {tier: [] for tier in line}  # heaps, farthest next use first
         self._coming: dict[str, list[tuple[float, int]]] = {tier: [] for tier in line[:-1]}  # heaps, nearest first
@@ -175,7 +176,8 @@ class _Planner:
             self._go(chunk, self._chunks[chunk].compute, Reason.PREFETCH)
             self._actions.append(Update(chunk))
             self._kept_for.pop(chunk, None)
-            self._next_use[chunk] = self._after[chunk]
+            later = self._later.get(chunk)
+            self._next_use[chunk] = later.pop() if later else math.inf
             self._offer(chunk)
         self.fetch_ahead()
         return self.so_far()

@@ -219,6 +219,22 @@ def test_device_chunks_move_near_the_bound_over_both_links(gpu: int, cpu: int) -
     assert 2 * (60 - gpu - cpu) <= file_link <= 2 * (60 - gpu - cpu) + 2 * ENOUGH_EXTENTS + TRANSIT_EXTENTS
 
 
+@pytest.mark.parametrize("extents", [3, 8, 16, 19])
+def test_chunks_visited_twice_in_a_step_are_kept_for_the_second_visit(extents: int) -> None:
+    """There and back within a step, then the same again: what any schedule must move is 2 (M - n) for each turn."""
+    count, moved = 20, 0
+    at: dict[int, str | None] = dict.fromkeys(range(count), None)
+    order = [*range(count), *reversed(range(count - 1))]
+    for _ in range(4):
+        chunks = views(at)
+        held = sum(tier == "cpu" for tier in at.values())
+        room = {"gpu": 0, "cpu": extents - held, "nvme": count}
+        plan = plan_step(order, range(count), chunks, room, LINE)
+        at = replay(plan, chunks, room)
+        moved = sum(move.source is not None for move in plan.moves)
+    assert moved == 4 * (count - extents)
+
+
 # -- soundness --------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +292,8 @@ def plan_from(seed: int) -> None:
     """Make one of each plan from a random state. None is refused, and each can be issued in its order."""
     state = RandomState(seed)
     order, upcoming = state.some(), state.some()
+    if state.chance.random() < 0.3:  # some come twice
+        order += [chunk for chunk in reversed(order) if state.chance.random() < 0.6]
     step = plan_step(order, upcoming, state.chunks, state.room, LINE)
     assert [action.chunk for action in step.actions if isinstance(action, Update)] == order
     check_between(state, replay(step, state.chunks, state.room))
