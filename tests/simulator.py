@@ -173,7 +173,7 @@ class Simulation:
         self.store.check()
 
     def step(self, order: Sequence[int], upcoming: Sequence[int]) -> None:
-        """Use each chunk as often as it occurs, checking that it holds what it should, and everything's invariants after each."""
+        """Use each chunk as often as it occurs; check what it holds and everything's invariants each time."""
         try:
             self.store.run(order, upcoming, self._use)
         finally:

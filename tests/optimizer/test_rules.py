@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fakes import FaultyEngine
 from tests.optimizer.cases import (
     KIB,
     Case,
@@ -31,7 +32,9 @@ from tests.optimizer.cases import (
     train,
 )
 from tierstore import TieredAdam, TieredAdamW, TieredLAMB, TieredLion, TieredSGD
-from tierstore.errors import InvariantError
+from tierstore.build import Parts
+from tierstore.errors import FailedStepError, InvariantError, TransferError
+from tierstore.io.base import Kind
 from tierstore.kernels import self_test
 from tierstore.rules import Pieces
 from tierstore.rules.base import block_sums
@@ -392,6 +395,43 @@ def test_lamb_refuses_a_parameter_that_occurs_twice(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"param\.0 occurs twice"):
             train(optimizer, parameters, range(1))
         assert same_bits(parameters[0], before) and len(optimizer.state) == 0
+
+
+@pytest.mark.parametrize("nth", [1, 4, 8, 11, 13])
+def test_a_lamb_step_that_breaks_off_on_either_visit_is_told_and_can_be_made_good(nth: int, tmp_path: Path) -> None:
+    """Between the visits moments are of the new step and parameters of the old: that must not pass for either."""
+    engines: list[FaultyEngine] = []
+
+    def open_engine(*_: Any, **__: Any) -> FaultyEngine:
+        engines.append(FaultyEngine(threads=1, request_size=16 * KIB))
+        return engines[-1]
+
+    class OnFaultyDisk(TieredLAMB):
+        parts = Parts(open_engine=open_engine)
+
+    mine, theirs = seeded((20_000,), (30,)), seeded((20_000,), (30,))
+    optimizer = OnFaultyDisk(mine, policy=small_policy(tmp_path))
+    undisturbed = TieredLAMB(theirs, policy={"tiers": {"cpu": {}}})
+    train(optimizer, mine, range(2))
+    train(undisturbed, theirs, range(3))
+    saved, weights = optimizer.state_dict(), [p.detach().clone() for p in mine]
+    optimizer.store.wait()
+    engines[0].fail(nth=nth, kind=Kind.READ)
+    with pytest.raises(TransferError):
+        train(optimizer, mine, range(2, 3))
+    if optimizer.store.broken_off is not None:
+        with pytest.raises(FailedStepError, match="load_state_dict"):
+            optimizer.step()
+        optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            for parameter, value in zip(mine, weights, strict=True):
+                parameter.copy_(value)
+    else:
+        assert_same_parameters(mine, weights, "nothing has changed")
+    train(optimizer, mine, range(2, 3))
+    assert_same_parameters(mine, theirs)
+    optimizer.close()
+    undisturbed.close()
 
 
 @pytest.mark.parametrize("make", [TieredSGD, TieredLion, TieredLAMB, TieredAdam])
