@@ -73,17 +73,20 @@ class SwapFile:
     def grow(self, nbytes: int) -> int:
         """Reserve `nbytes` more, a multiple of 4096, and return the offset where they begin.
 
-        Raises DiskFullError or SwapError with file and disk as they were before.
+        Raises DiskFullError or SwapError with file and disk as they were before. Other processes may reserve in the
+        same moment: whoever then finds the disk with less than its margin gives back what it took.
         """
         self._check(nbytes)
         self._check_space(nbytes)
-        offset = self.size_bytes
+        offset, end, held = self.size_bytes, self.size_bytes + nbytes, self._held_bytes()
         try:
-            for start in range(offset, offset + nbytes, SLAB_BYTES):
-                _reserve(self.fd, start, min(SLAB_BYTES, offset + nbytes - start))
+            for start in range(offset, end, SLAB_BYTES):
+                stop = min(start + SLAB_BYTES, end)
+                _reserve(self.fd, start, stop - start)
+                self._check_space(nbytes, taken=max(stop - offset, self._held_bytes() - held))
         except BaseException as error:
             os.ftruncate(self.fd, offset)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not isinstance(error, DiskFullError):
                 raise self._refusal(error, nbytes) from error
             raise
         self.size_bytes += nbytes
@@ -108,11 +111,17 @@ class SwapFile:
         if nbytes <= 0 or nbytes % ALIGNMENT:
             raise AlignmentError(f"{self.path} grows and shrinks by multiples of {ALIGNMENT} bytes, not by {nbytes}")
 
-    def _check_space(self, nbytes: int) -> None:
+    def _check_space(self, nbytes: int, *, taken: int = 0) -> None:
+        """Refuse `nbytes`, of which `taken` have been reserved already, if they leave the disk less than its margin."""
         space = disk_space(self.fd)
-        room = space.free_bytes - disk_margin(space.total_bytes)
+        free = space.free_bytes + taken
+        room = free - disk_margin(space.total_bytes)
         if nbytes > room:
-            raise DiskFullError(errno.ENOSPC, self._too_full(nbytes, space.free_bytes, room), self.path)
+            raise DiskFullError(errno.ENOSPC, self._too_full(nbytes, free, room), self.path)
+
+    def _held_bytes(self) -> int:
+        """What the file takes of the disk, with the filesystem's bookkeeping for it."""
+        return os.fstat(self.fd).st_blocks * 512
 
     def _too_full(self, nbytes: int, free: int, room: int) -> str:
         return _too_full(nbytes, [self.folder], free=free, room=room, most=self.size_bytes + max(0, room))

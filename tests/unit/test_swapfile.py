@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.conftest import mounted
 from tierstore import swapfile
 from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
 from tierstore.swapfile import FolderKind, SwapFile, describe_folder, disk_margin, swap_folders
@@ -42,33 +43,6 @@ def file(tmp_path: Path) -> Iterator[SwapFile]:
     file = SwapFile(tmp_path, direct=None)
     yield file
     file.close()
-
-
-def mounted(folder: Path, *options: str) -> Path:
-    """Mount a filesystem on a new folder, or skip."""
-    folder.mkdir()
-    done = subprocess.run(["mount", *options, str(folder)], check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    return folder
-
-
-@pytest.fixture(params=["tmpfs", "ext4"])
-def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A real filesystem of about 110 MiB."""
-    if request.param == "tmpfs":
-        folder = mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=110m", "tmpfs")
-    else:
-        image = tmp_path / "image"
-        image.touch()
-        os.truncate(image, 110 * MIB)
-        try:
-            subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no ext4 can be made here: {error}")
-        folder = mounted(tmp_path / "small", "-o", "loop", str(image))
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 # --- what a file is
@@ -307,7 +281,7 @@ def test_disk_that_fills_behind_the_check_is_as_it_was(small_disk: Path, monkeyp
     file = SwapFile(small_disk, direct=None)
     file.grow(10 * MIB)
     before = used_bytes(small_disk)
-    monkeypatch.setattr(SwapFile, "_check_space", lambda self, nbytes: None)
+    monkeypatch.setattr(SwapFile, "_check_space", lambda self, nbytes, taken=0: None)
     monkeypatch.setattr(swapfile, "SLAB_BYTES", 16 * MIB)
     with pytest.raises(DiskFullError, match=f"{200 * MIB} bytes"):
         file.grow(200 * MIB)
