@@ -29,7 +29,7 @@ class Handed:
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
-        self._tensors: dict[int, dict[str, tuple[Tensor, int]]] = {}  # by position and field, with its version
+        self._tensors: dict[int, dict[str, tuple[Tensor, object]]] = {}  # by position and field, with its version
         self._results: Results | None = None
 
     def get(self, position: int, name: str) -> Tensor:
@@ -45,7 +45,7 @@ class Handed:
 
     def is_unchanged(self, position: int, name: str, value: object) -> bool:
         """Whether `value` is what was handed out, and still as it was."""
-        tensor, version = self._tensors.get(position, {}).get(name, (None, 0))
+        tensor, version = self._tensors.get(position, {}).get(name, (None, None))
         return tensor is not None and value is tensor and _version(tensor) == version
 
     def absorb(self) -> None:
@@ -353,8 +353,9 @@ def _like_dtensor(parameter: Any, local: Tensor) -> Tensor:
     return wrapped
 
 
-def _version(tensor: Tensor) -> int:
-    return getattr(tensor, "_local_tensor", tensor)._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Changes when the tensor is written to: a DTensor counts its own operations, its shard those on the shard."""
+    return tensor._version, getattr(tensor, "_local_tensor", tensor)._version
 
 
 def _step_of(state: Mapping[str, Any], current: Tensor | None) -> Tensor:

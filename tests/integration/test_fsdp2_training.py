@@ -191,7 +191,7 @@ def test_parameters_with_fewer_rows_than_ranks_are_trained(two_ranks: Ranks, tmp
 
 
 class Scaled(nn.Module):
-    """A layer and a 0-dim parameter, which FSDP2 refuses to shard: it stays whole, and its user reduces its gradient."""
+    """A layer and a 0-dim parameter, which FSDP2 refuses to shard: it stays whole, its user reduces its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
