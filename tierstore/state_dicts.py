@@ -83,5 +83,5 @@ def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]
 
 
 def _with_own_of(group: Mapping[str, Any], packed: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in packed.items() if key not in OWN_OPTIONS}
+    kept = {key: value for key, value in packed.items() if key not in OWN_OPTIONS or key in group}  # in their order
     return {**kept, **{key: group[key] for key in OWN_OPTIONS if key in group}}
