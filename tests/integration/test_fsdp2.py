@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -367,29 +366,3 @@ def _train_low(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
 
 def test_masters_of_low_precision_shards_are_checkpointed(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_train_low_precision, tmp_path)
-
-
-def _load_bfloat16_of_adamw(folder: Path) -> None:
-    theirs, mine = (model.to(torch.bfloat16) for model in (TinyModel(), TinyModel(seed=1)))
-    for model in (theirs, mine):
-        fully_shard(model)
-    reference = fused(theirs.parameters())
-    _train_low(theirs, reference, range(3))
-    dcp.save(states_of(theirs, reference), checkpoint_id=folder / "checkpoint")
-    with tiered(mine.parameters(), folder) as optimizer:
-        states = states_of(mine, optimizer)
-        dcp.load(states, checkpoint_id=folder / "checkpoint", planner=DefaultLoadPlanner(allow_partial_load=True))
-        set_model_state_dict(mine, states["model"])
-        for state in states["optimizer"]["state"].values():
-            state.pop("master")
-        set_optimizer_state_dict(mine, optimizer, states["optimizer"])
-        for parameter, saved in zip(mine.parameters(), theirs.parameters(), strict=True):
-            state = optimizer.state[parameter]
-            assert_same_bits(state["master"]._local_tensor, saved._local_tensor.float())
-            assert_same_bits(state["exp_avg"]._local_tensor, reference.state[saved]["exp_avg"]._local_tensor.float())
-
-
-def test_bfloat16_checkpoint_of_adamw_loads_and_the_parameter_becomes_the_master(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
-    two_ranks.run(_load_bfloat16_of_adamw, tmp_path)
