@@ -10,6 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.ranks import Ranks
@@ -115,3 +121,35 @@ def test_replicas_are_trained_as_by_fused_adamw(two_ranks: Ranks, tmp_path: Path
 def test_replicas_are_trained_in_all_three_tiers(two_ranks: Ranks, tmp_path: Path) -> None:
     assert "gpu-cpu-nvme" in TIER_SETS
     two_ranks.run(_train_replicas, tmp_path, "buckets", "gpu-cpu-nvme")
+
+
+# -- distributed state dicts --------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "full on rank 0": {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
+}
+
+
+def _resume(folder: Path, way: str) -> None:
+    options = StateDictOptions(**WAYS[way])
+    straight, resumed = (DistributedDataParallel(TinyModel(seed=seed)) for seed in (0, 1))
+    before, after = tiered(straight.parameters(), folder), tiered(resumed.parameters(), folder)
+    _train(straight, before)
+    model_state, state = get_state_dict(straight, before, options=options)
+    model_state = {name: tensor.clone() for name, tensor in model_state.items()}
+    losses = _train(straight, before)
+    set_model_state_dict(resumed, model_state, options=options)
+    set_optimizer_state_dict(resumed, after, state, options=options)
+    assert _train(resumed, after) == losses
+    assert_same_models(resumed, straight)
+    assert_same_bits(after.state_dict(), before.state_dict())
+    before.close()
+    after.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_resume_from_distributed_state_dicts(two_ranks: Ranks, tmp_path: Path, way: str) -> None:
+    """Names are the bare model's, and only the first rank may have the state to be loaded."""
+    two_ranks.run(_resume, tmp_path, way)

@@ -55,6 +55,48 @@ def test_partial_gradients_of_sequence_parallelism_are_summed_over_the_ranks(two
     assert "Partial" in two_ranks.run(_train_both, tmp_path)[0]
 
 
+class _Embedded(nn.Module):
+    """A vocabulary that is sharded by rows, and a DTensor of no dimension."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(101, 48)
+        self.out = nn.Linear(48, 101, bias=False)
+        plan = {"table": RowwiseParallel(input_layouts=Replicate()), "out": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(self, mesh, plan)
+        self.scale = nn.Parameter(distribute_tensor(torch.tensor(0.5), mesh, [Replicate()]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.table(tokens)) * self.scale.to_local()
+
+
+def _train_embedded(folder: Path) -> list[int]:
+    mesh = init_device_mesh("cpu", (2,))
+    runs = []
+    for place in (folder, None):
+        model = _Embedded(mesh)
+        optimizer = fused(model.parameters()) if place is None else tiered(model.parameters(), place)
+        for number in range(4):
+            tokens = torch.randint(101, (4, 9), generator=torch.Generator().manual_seed(number))
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    (mine, optimizer), (reference, theirs) = runs
+    assert_same_models(mine, reference)
+    assert_same_bits(optimizer.state_dict(), theirs.state_dict())
+    assert optimizer.state[mine.scale]["exp_avg"].shape == ()
+    optimizer.close()
+    return [parameter.to_local().numel() for parameter in mine.parameters()]
+
+
+def test_sharded_vocabulary_and_a_dtensor_of_no_dimension_are_trained(two_ranks: Ranks, tmp_path: Path) -> None:
+    one, other = two_ranks.run(_train_embedded, tmp_path)
+    assert sorted(one) == [1, 51 * 48, 51 * 48] and sorted(other) == [1, 50 * 48, 50 * 48]
+
+
 PLACEMENTS = {"replicated": Replicate(), "sharded": Shard(1), "partial": Partial()}
 
 
