@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 from tests.integration.ranks import Ranks
+from tests.integration.selection import chosen
 from tests.integration.test_fsdp2 import WAYS, copies, sharded, states_of
 from tests.integration.tiny import (
     TinyModel,
@@ -38,6 +39,9 @@ from tests.integration.tiny import (
     train,
 )
 from tierstore import TieredAdamW
+
+LOADS = {"fresh": 0, "stepped": 2}
+"""Steps that an optimizer has taken before it loads."""
 
 # -- a save is no step --------------------------------------------------------------------------------------------
 
@@ -90,7 +94,7 @@ def _save_with_state(folder: Path, name: str) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", chosen(MODELS, "all on one rank", "half of it frozen"))
 def test_save_and_load_with_state_run_no_step_and_change_nothing(two_ranks: Ranks, tmp_path: Path, model: str) -> None:
     """A rank that has only empty shards would otherwise step alone, and count a step that was none."""
     two_ranks.run(_save_with_state, tmp_path, model)
@@ -153,7 +157,7 @@ def _go_on_after_early_save(folder: Path, way: dict[str, bool], name: str) -> No
 
 
 @pytest.mark.parametrize("model", ["half of it frozen", "all on one rank"])
-@pytest.mark.parametrize("way", ["sharded", "full"])
+@pytest.mark.parametrize("way", chosen(["sharded", "full"], "sharded"))
 def test_training_goes_on_after_a_save_before_the_first_step(
     two_ranks: Ranks, tmp_path: Path, way: str, model: str
 ) -> None:
@@ -205,10 +209,10 @@ def _resume_app(folder: Path, is_async: bool, steps_before_load: int) -> None:
     after.close()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
-@pytest.mark.parametrize("steps_before_load", [0, 2], ids=["fresh", "stepped"])
-def test_stateful_application_resumes(two_ranks: Ranks, tmp_path: Path, is_async: bool, steps_before_load: int) -> None:
-    two_ranks.run(_resume_app, tmp_path, is_async, steps_before_load)
+@pytest.mark.parametrize("when", chosen(LOADS, "stepped"))
+@pytest.mark.parametrize("call", chosen(["save", "async_save"], "async_save"))
+def test_stateful_application_resumes(two_ranks: Ranks, tmp_path: Path, call: str, when: str) -> None:
+    two_ranks.run(_resume_app, tmp_path, call == "async_save", LOADS[when])
 
 
 # -- torch's bfloat16 checkpoints ---------------------------------------------------------------------------------
@@ -264,12 +268,12 @@ def _load_low_checkpoint(folder: Path, flattened: bool, steps_before_load: int) 
         _assert_is_theirs(mine, optimizer, theirs, reference)
 
 
-@pytest.mark.parametrize("steps_before_load", [0, 2], ids=["fresh", "stepped"])
-@pytest.mark.parametrize("flattened", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("when", chosen(LOADS, "fresh"))
+@pytest.mark.parametrize("form", chosen(["nested", "flattened"], "nested"))
 def test_bfloat16_checkpoint_of_adamw_loads_without_masters(
-    two_ranks: Ranks, tmp_path: Path, flattened: bool, steps_before_load: int
+    two_ranks: Ranks, tmp_path: Path, form: str, when: str
 ) -> None:
-    two_ranks.run(_load_low_checkpoint, tmp_path, flattened, steps_before_load)
+    two_ranks.run(_load_low_checkpoint, tmp_path, form == "flattened", LOADS[when])
 
 
 def _load_low_full(folder: Path, way: dict[str, bool], steps_before_load: int) -> None:
@@ -289,10 +293,10 @@ def _load_low_full(folder: Path, way: dict[str, bool], steps_before_load: int) -
         _assert_is_theirs(mine, optimizer, theirs, reference)
 
 
-@pytest.mark.parametrize("steps_before_load", [0, 2], ids=["fresh", "stepped"])
-@pytest.mark.parametrize("way", ["full", "full on rank 0"])
-def test_full_bfloat16_state_of_adamw_loads(two_ranks: Ranks, tmp_path: Path, way: str, steps_before_load: int) -> None:
-    two_ranks.run(_load_low_full, tmp_path, WAYS[way], steps_before_load)
+@pytest.mark.parametrize("when", chosen(LOADS, "stepped"))
+@pytest.mark.parametrize("way", chosen(["full", "full on rank 0"], "full on rank 0"))
+def test_full_bfloat16_state_of_adamw_loads(two_ranks: Ranks, tmp_path: Path, way: str, when: str) -> None:
+    two_ranks.run(_load_low_full, tmp_path, WAYS[way], LOADS[when])
 
 
 def _keep_stale_masters(folder: Path) -> None:

@@ -25,7 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.integration.ranks import Ranks
+from tests.integration.selection import chosen
 from tests.integration.tiny import (
+    OPTIONS,
     TIER_SETS,
     TinyModel,
     assert_same_bits,
@@ -33,6 +35,7 @@ from tests.integration.tiny import (
     assert_took_every_route,
     batch,
     fused,
+    policy,
     tiered,
     train,
 )
@@ -187,7 +190,7 @@ def _exchange_with_adamw(folder: Path, way: dict[str, bool]) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", chosen(WAYS, "sharded", "flattened"))
 def test_distributed_state_is_exchanged_with_adamw_both_ways(two_ranks: Ranks, tmp_path: Path, way: str) -> None:
     two_ranks.run(_exchange_with_adamw, tmp_path, WAYS[way])
 
@@ -375,11 +378,13 @@ def _grouped(folder: Path, tier: str | None, *, seed: int) -> tuple[TinyModel, T
     """The norm in a group that says where its state lives, or does not."""
     model = sharded(seed=seed)
     ids = set(map(id, model.norm.parameters()))
-    chosen: dict[str, Any] = {"params": [*model.norm.parameters()]}
+    group: dict[str, Any] = {"params": [*model.norm.parameters()]}
     if tier is not None:
-        chosen["tier"] = tier
+        group["tier"] = tier
     rest = [parameter for parameter in model.parameters() if id(parameter) not in ids]
-    return model, tiered([chosen, {"params": rest}], folder)
+    settings = policy("cpu-nvme", folder)
+    settings["tiers"]["cpu"]["capacity"] *= 3
+    return model, TieredAdamW([group, {"params": rest}], **OPTIONS, policy=settings)
 
 
 def _resume_with_tiers(folder: Path, saved: str | None, present: str | None, flattened: bool) -> None:
@@ -410,7 +415,7 @@ TIERS: dict[str, tuple[str | None, str | None, bool]] = {
 """Added and flattened fails in torch, as with every key that groups did not have when they were saved."""
 
 
-@pytest.mark.parametrize("change", TIERS)
+@pytest.mark.parametrize("change", chosen(TIERS, "tier added"))
 def test_groups_keep_their_own_tier_through_distributed_state_dicts(
     two_ranks: Ranks, tmp_path: Path, change: str
 ) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.ranks import Ranks
+from tests.integration.selection import chosen
 from tests.integration.tiny import (
     TIER_SETS,
     TinyModel,
@@ -112,7 +113,7 @@ def _train_replicas(folder: Path, name: str, tiers: str) -> list[float]:
         return [parameter.sum().item() for parameter in mine.parameters()]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", chosen(RUNS, "buckets", "static graph", "unused parameters in buckets", "accumulated"))
 def test_replicas_are_trained_as_by_fused_adamw(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     one, other = two_ranks.run(_train_replicas, tmp_path, name, "cpu-nvme")
     assert one == other
@@ -149,7 +150,7 @@ def _resume(folder: Path, way: str) -> None:
     after.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", chosen(WAYS, "full on rank 0"))
 def test_replicas_resume_from_distributed_state_dicts(two_ranks: Ranks, tmp_path: Path, way: str) -> None:
     """Names are the bare model's, and only the first rank may have the state to be loaded."""
     two_ranks.run(_resume, tmp_path, way)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.ranks import Ranks
+from tests.integration.selection import chosen
 from tests.integration.test_replicas import batches_of_this_rank as _steps
 from tests.integration.tiny import (
     OPTIONS,
@@ -166,7 +167,7 @@ def _construct(folder: Path, manner: str) -> None:
     after.optim.close()
 
 
-@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("manner", chosen(MANNERS, "by keyword"))
 def test_settings_may_be_bound_to_the_class_or_given_by_keyword(two_ranks: Ranks, tmp_path: Path, manner: str) -> None:
     two_ranks.run(_construct, tmp_path, manner)
 
@@ -195,9 +196,9 @@ def _train_groups(folder: Path, bucketed: bool) -> list[list[int]]:
     return sizes
 
 
-@pytest.mark.parametrize("bucketed", [False, True], ids=["single", "bucketed"])
-def test_group_that_is_empty_on_one_rank_is_trained(two_ranks: Ranks, tmp_path: Path, bucketed: bool) -> None:
-    sizes = two_ranks.run(_train_groups, tmp_path, bucketed)
+@pytest.mark.parametrize("form", chosen(["single", "bucketed"], "bucketed"))
+def test_group_that_is_empty_on_one_rank_is_trained(two_ranks: Ranks, tmp_path: Path, form: str) -> None:
+    sizes = two_ranks.run(_train_groups, tmp_path, form == "bucketed")
     assert sorted(size[0] for size in sizes) == [0, 1]
 
 
@@ -223,9 +224,9 @@ def _add_group(folder: Path, bucketed: bool) -> None:
     optimizer.optim.close()
 
 
-@pytest.mark.parametrize("bucketed", [False, True], ids=["single", "bucketed"])
-def test_group_may_be_added_after_steps(two_ranks: Ranks, tmp_path: Path, bucketed: bool) -> None:
-    two_ranks.run(_add_group, tmp_path, bucketed)
+@pytest.mark.parametrize("form", chosen(["single", "bucketed"], "bucketed"))
+def test_group_may_be_added_after_steps(two_ranks: Ranks, tmp_path: Path, form: str) -> None:
+    two_ranks.run(_add_group, tmp_path, form == "bucketed")
 
 
 def _exchange(folder: Path) -> None:
