@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,7 @@ from tests.integration.tiny import (
 )
 
 accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[integrations]'")
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(autouse=True)
-def _forget_accelerator() -> Iterator[None]:
-    """accelerate keeps one state for the whole process."""
-    yield
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("fresh_accelerate")]
 
 
 class Run:

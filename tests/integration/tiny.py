@@ -117,9 +117,20 @@ def assert_same_models(one: nn.Module, other: nn.Module) -> None:
     assert_same_bits(dict(one.named_parameters()), dict(other.named_parameters()), "parameters")
 
 
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    """The largest absolute difference of any two weights; NaN if there is one."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    differences = [(_local(a).double() - _local(b).double()).abs().max() for a, b in pairs if _local(a).numel()]
+    return float(torch.stack(differences).max())
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    local = getattr(tensor, "_local_tensor", tensor).detach()
+    local = _local(tensor)
     return local.contiguous().view(torch.uint8) if local.dim() else local.reshape(1).view(torch.uint8)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def assert_took_every_route(optimizer: TieredAdamW, tiers: str) -> None:
