@@ -14,6 +14,8 @@ from tests.integration.tiny import assert_same_models, largest_difference
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1")  # read on import
 
+DIFFERENCE = "largest absolute difference of any weight, resumed and uninterrupted"
+NoteDifference = Callable[[float], None]
 AssertResumed = Callable[[nn.Module, nn.Module], None]
 
 
@@ -46,11 +48,27 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 @pytest.fixture
-def assert_resumed(record_property: Callable[[str, object], None]) -> AssertResumed:
-    """Compare a resumed model with the uninterrupted one, and note their largest difference in the JUnit report."""
+def note_difference(request: pytest.FixtureRequest) -> NoteDifference:
+    """Note how far a resumed run's weights are from the uninterrupted one's, for the table at the end."""
+    return lambda difference: request.node.user_properties.append((DIFFERENCE, difference))
+
+
+@pytest.fixture
+def assert_resumed(note_difference: NoteDifference) -> AssertResumed:
+    """Compare the weights of a resumed run with the uninterrupted one's."""
 
     def check(resumed: nn.Module, uninterrupted: nn.Module) -> None:
-        record_property("largest difference of resumed and uninterrupted", largest_difference(resumed, uninterrupted))
+        note_difference(largest_difference(resumed, uninterrupted))
         assert_same_models(resumed, uninterrupted)
 
     return check
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what was noted."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    noted = [(value, report.nodeid) for report in reports for key, value in report.user_properties if key == DIFFERENCE]
+    if noted:
+        terminalreporter.section(DIFFERENCE)
+    for value, name in noted:
+        terminalreporter.write_line(f"{value:<8g} {name.rpartition('/')[-1]}")

@@ -115,7 +115,7 @@ class Run:
         resume: Path | None = None,
         **settings: Any,
     ) -> None:
-        """Train. `tiers`: None for torch's fused AdamW. `resume`: the folder of a run, left at its step `STEPS_SAVED`."""
+        """Train. `tiers`: None for torch's fused AdamW. `resume`: the folder of a run to resume at `STEPS_SAVED`."""
         self.model = language_model() if model is None else model
         options = {"fused": True} if tiers is None else {"policy": policy(tiers, folder)}
         arguments = transformers.TrainingArguments(

@@ -85,6 +85,20 @@ def fused(parameters: Any, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, **{**OPTIONS, **options}, fused=True)
 
 
+def fused_without_scaling(parameters: Any, **options: Any) -> torch.optim.AdamW:
+    """Make the reference for a GradScaler that unscales before the step, as it does where nobody said `fused=True`."""
+    optimizer = fused(parameters, **options)
+    del optimizer._step_supports_amp_scaling
+    return optimizer
+
+
+def scaler_that_overflows() -> torch.amp.GradScaler:
+    """Make a scaler with which several of the first ten steps are skipped, late ones too."""
+    return torch.amp.GradScaler(
+        "cpu", init_scale=2.0**24, backoff_factor=2.0**-3, growth_factor=2.0**5, growth_interval=3
+    )
+
+
 def tiered(parameters: Any, folder: Path, tiers: str = "cpu-nvme", **options: Any) -> TieredAdamW:
     """Make the optimizer under test."""
     return TieredAdamW(parameters, **{**OPTIONS, **options}, policy=policy(tiers, folder))
