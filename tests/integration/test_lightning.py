@@ -1,17 +1,17 @@
-"""Lightning: Fabric's wrapper, the moving of state between devices, and a Trainer with checkpoint and resume."""
+"""Lightning: Fabric's wrapper, the moving of state between devices, and its Trainer, resumed inside an epoch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
 
+from tests.integration.conftest import AssertResumed
 from tests.integration.tiny import (
     TIER_SETS,
     TinyModel,
@@ -20,7 +20,9 @@ from tests.integration.tiny import (
     assert_took_every_route,
     batch,
     fused,
+    fused_without_scaling,
     loss_of,
+    scaler_that_overflows,
     tiered,
     train,
 )
@@ -28,7 +30,9 @@ from tierstore import TieredAdamW
 from tierstore.errors import StateDictError
 
 lightning = pytest.importorskip("lightning", reason="needs lightning: pip install -e '.[integrations]'")
+from lightning.fabric.plugins import precision as fabric_precision  # noqa: E402
 from lightning.fabric.utilities.optimizer import _optimizers_to_device  # noqa: E402
+from lightning.pytorch.plugins import precision as trainer_precision  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 
@@ -43,15 +47,40 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
+def optimizers(folder: Path, tiers: str, **options: Any) -> tuple[Make, Make]:
+    """What makes the optimizer under test, and the reference for it."""
+    reference = fused if "fused" in options else fused_without_scaling
+    return (lambda parameters: tiered(parameters, folder, tiers, **options)), reference
+
+
+def in_precision_of(model: nn.Module, x: Tensor) -> Tensor:
+    return x.to(next(model.parameters()).dtype)
+
+
+@pytest.fixture
+def closed() -> Iterator[Callable[[Any], Any]]:
+    """Close the tiered optimizers of runs in the end."""
+    runs: list[Any] = []
+    yield lambda run: runs.append(run) or run
+    for run in runs:
+        if isinstance(run.inner, TieredAdamW):
+            run.inner.close()
+
+
 # -- Fabric -------------------------------------------------------------------------------------------------------
 
 
 class FabricRun:
     """A model and optimizer set up by Fabric."""
 
-    def __init__(self, make: Make, *, seed: int = 0, precision: Any = "32-true") -> None:
-        self.fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
-        model = TinyModel(seed=seed)
+    def __init__(self, make: Make, *, seed: int = 0, kind: Any = "32-true", clip: str | None = "max_norm") -> None:
+        if kind == "16-mixed":  # else Fabric takes bf16 instead on the CPU
+            plugin = fabric_precision.MixedPrecision("16-mixed", "cpu", scaler_that_overflows())
+            self.fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+        else:
+            self.fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=kind)
+        self.clip = clip
+        model = TinyModel(seed=seed).to(torch.bfloat16 if kind == "bf16-true" else torch.float32)
         self.inner = make(model.parameters())
         self.model, self.optimizer = self.fabric.setup(model, self.inner)
 
@@ -60,7 +89,9 @@ class FabricRun:
         for number in range(first, last):
             loss = loss_of(self.model, number)
             self.fabric.backward(loss)
-            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5)
+            if self.clip is not None:
+                limit: dict[str, Any] = {self.clip: 0.5}
+                self.fabric.clip_gradients(self.model, self.optimizer, **limit, error_if_nonfinite=False)
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(loss.item())
@@ -68,29 +99,46 @@ class FabricRun:
 
 
 @pytest.mark.parametrize("tiers", TIER_SETS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_fabric_run_is_that_of_fused_adamw(tmp_path: Path, tiers: str, precision: str) -> None:
-    mine = FabricRun(lambda parameters: tiered(parameters, tmp_path, tiers), precision=precision)
-    theirs = FabricRun(fused, precision=precision)
-    assert mine.train(0, 5) == theirs.train(0, 5)
+@pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("clip", ["max_norm", "clip_val"])
+def test_fabric_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, tiers: str, kind: str, clip: str) -> None:
+    make, make_reference = optimizers(tmp_path, tiers)
+    mine, theirs = closed(FabricRun(make, kind=kind, clip=clip)), FabricRun(make_reference, kind=kind, clip=clip)
+    assert mine.train(0, 10) == theirs.train(0, 10)
     assert_same_models(mine.model, theirs.model)
     assert_same_bits(mine.optimizer.state_dict(), theirs.optimizer.state_dict())
     assert_took_every_route(mine.inner, tiers)
-    mine.optimizer.close()
 
 
-def test_fabric_resumes_from_what_it_saved(tmp_path: Path) -> None:
-    straight = FabricRun(lambda parameters: tiered(parameters, tmp_path))
+def test_fabric_has_explicitly_fused_one_unscale_by_itself(tmp_path: Path, closed: Any) -> None:
+    """As with torch's: the steps are the same, and clipping, before which Fabric would have to unscale, is refused."""
+    make, make_reference = optimizers(tmp_path, "cpu-nvme", fused=True)
+    mine, theirs = [closed(FabricRun(each, kind="16-mixed", clip=None)) for each in (make, make_reference)]
+    assert mine.train(0, 10) == theirs.train(0, 10)
+    assert_same_models(mine.model, theirs.model)
+    assert_same_bits(mine.optimizer.state_dict(), theirs.optimizer.state_dict())
+    for run in (mine, theirs):
+        run.clip = "max_norm"
+        with pytest.raises(NotImplementedError, match="handling the unscaling"):
+            run.train(10, 11)
+
+
+@pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "bf16-true"])
+def test_fabric_resumes_from_what_it_saved(
+    tmp_path: Path, closed: Any, assert_resumed: AssertResumed, kind: str
+) -> None:
+    straight = closed(FabricRun(optimizers(tmp_path, "cpu-nvme")[0], kind=kind))
     straight.train(0, 3)
     straight.fabric.save(tmp_path / "saved.ckpt", {"model": straight.model, "optimizer": straight.optimizer})
     losses = straight.train(3, 6)
-    resumed = FabricRun(lambda parameters: tiered(parameters, tmp_path, "gpu-cpu-nvme"), seed=1)
+    resumed = closed(FabricRun(optimizers(tmp_path, "gpu-cpu-nvme")[0], kind=kind, seed=1))
     resumed.train(20, 22)
-    resumed.fabric.load(tmp_path / "saved.ckpt", {"model": resumed.model, "optimizer": resumed.optimizer})
+    states = {"model": resumed.model, "optimizer": resumed.optimizer}
+    resumed.fabric.load(tmp_path / "saved.ckpt", states, weights_only=True)
     assert resumed.train(3, 6) == losses
-    assert_same_models(resumed.model, straight.model)
-    straight.inner.close()
-    resumed.inner.close()
+    assert_resumed(resumed.model, straight.model)
+    assert_same_bits(resumed.optimizer.state_dict(), straight.optimizer.state_dict())
+    assert_took_every_route(resumed.inner, "gpu-cpu-nvme")
 
 
 def test_wrapper_of_fabric_sees_the_state_and_store_of_the_optimizer_it_wraps(tmp_path: Path) -> None:
@@ -136,9 +184,14 @@ def test_moving_state_to_where_there_are_no_values_changes_nothing(tmp_path: Pat
 
 # -- Trainer ------------------------------------------------------------------------------------------------------
 
+BATCHES = 7
+STEPS_SAVED = 6
+BATCHES_SAVED = 11
+"""Two batches a step, and the last one of an epoch alone: step 6 is the second of the second epoch."""
+
 
 class TinyTask(lightning.LightningModule):
-    """The tiny model with its loss, its optimizer and a scheduler."""
+    """The tiny model with its loss, its optimizer and a scheduler that sets betas too."""
 
     def __init__(self, make: Make, *, seed: int = 0) -> None:
         super().__init__()
@@ -147,60 +200,181 @@ class TinyTask(lightning.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, x: Tensor, _: int) -> Tensor:
-        loss = (self.model(x) - 1.0).square().mean()
+        loss = (self.model(in_precision_of(self, x)) - 1.0).square().mean()
         self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.model.parameters())
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)}
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def _fit(task: TinyTask, folder: Path, epochs: int, resume: Path | None = None) -> Any:
-    callback = lightning.pytorch.callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.5,
-        callbacks=[callback],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    batches = DataLoader([batch(number) for number in range(6)], batch_size=None)
-    trainer.fit(task, batches, ckpt_path=resume)
-    return trainer
+class Batches:
+    """The batches of an epoch; goes on where it was, as Lightning asks of a loader to resume inside an epoch."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Tensor]:
+        start, self.position = self.position % BATCHES, self.position % BATCHES
+        for number in range(start, BATCHES):
+            self.position = number + 1
+            yield batch(number)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class TrainerRun:
+    """What Lightning's Trainer made of the tiny task."""
+
+    def __init__(
+        self,
+        make: Make,
+        folder: Path,
+        *,
+        seed: int = 0,
+        kind: Any = "32-true",
+        clip: str | None = "norm",
+        resume: Path | None = None,
+        callbacks: Iterable[Any] = (),
+    ) -> None:
+        """Train three epochs. `resume`: the folder of a run, to go on from its step `STEPS_SAVED`."""
+        saving = lightning.pytorch.callbacks.ModelCheckpoint(
+            dirpath=folder, filename="{step}", every_n_train_steps=STEPS_SAVED, save_top_k=-1
+        )
+        # with the word alone the Trainer takes bf16 instead of fp16 on the CPU
+        plugin = trainer_precision.MixedPrecision("16-mixed", "cpu", scaler_that_overflows())
+        self.trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=3,
+            accumulate_grad_batches=2,
+            gradient_clip_algorithm=clip,
+            gradient_clip_val=None if clip is None else {"norm": 0.5, "value": 0.01}[clip],
+            callbacks=[saving, *callbacks],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            **({"plugins": plugin} if kind == "16-mixed" else {"precision": kind}),
+        )
+        self.task = TinyTask(make, seed=seed)
+        checkpoint = None if resume is None else resume / f"step={STEPS_SAVED}.ckpt"
+        self.trainer.fit(self.task, Batches(), ckpt_path=checkpoint, weights_only=True)
+
+    @property
+    def inner(self) -> Any:
+        return self.trainer.optimizers[0]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.task.losses
+
+
+def assert_same_runs(one: TrainerRun, other: TrainerRun) -> None:
+    """Compare losses, weights and the optimizer's state, of which a resumed run has the later losses only."""
+    count = min(len(one.losses), len(other.losses))
+    assert count in (3 * BATCHES, 3 * BATCHES - BATCHES_SAVED)
+    assert one.losses[-count:] == other.losses[-count:]
+    assert_same_models(one.task.model, other.task.model)
+    assert_same_bits(one.inner.state_dict(), other.inner.state_dict())
 
 
 @pytest.mark.parametrize("tiers", TIER_SETS)
-def test_trainer_run_is_that_of_fused_adamw_and_resumes(tmp_path: Path, tiers: str) -> None:
-    def make(parameters: Any) -> TieredAdamW:
-        return tiered(parameters, tmp_path, tiers)
-
-    mine, theirs, resumed = TinyTask(make), TinyTask(fused), TinyTask(make, seed=1)
-    trainer = _fit(mine, tmp_path / "mine", 3)
-    _fit(theirs, tmp_path / "theirs", 3)
-    assert mine.losses == theirs.losses
-    assert_same_models(mine.model, theirs.model)
-    (optimizer,) = trainer.optimizers
-    assert_took_every_route(optimizer, tiers)
-
-    again = _fit(resumed, tmp_path / "resumed", 3, resume=tmp_path / "mine" / "epoch=0.ckpt")
-    assert resumed.losses == mine.losses[6:]
-    assert_same_models(resumed.model, mine.model)
-    assert_same_bits(again.optimizers[0].state_dict(), optimizer.state_dict())
-    for each in (optimizer, again.optimizers[0]):
-        each.close()
+@pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_trainer_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, tiers: str, kind: str, clip: str) -> None:
+    make, make_reference = optimizers(tmp_path, tiers)
+    mine = closed(TrainerRun(make, tmp_path / "mine", kind=kind, clip=clip))
+    theirs = TrainerRun(make_reference, tmp_path / "theirs", kind=kind, clip=clip)
+    assert_same_runs(mine, theirs)
+    assert_took_every_route(mine.inner, tiers)
 
 
-def test_checkpoint_of_a_trainer_with_adamw_is_taken_over(tmp_path: Path) -> None:
-    theirs = TinyTask(fused)
-    mine = TinyTask(lambda parameters: tiered(parameters, tmp_path), seed=1)
-    _fit(theirs, tmp_path / "theirs", 2)
-    trainer = _fit(mine, tmp_path / "mine", 2, resume=tmp_path / "theirs" / "epoch=0.ckpt")
-    assert mine.losses == theirs.losses[6:]
-    assert_same_models(mine.model, theirs.model)
-    trainer.optimizers[0].close()
+@pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_trainer_resumes_inside_an_epoch(tmp_path: Path, closed: Any, assert_resumed: AssertResumed, kind: str) -> None:
+    straight = closed(TrainerRun(optimizers(tmp_path, "cpu-nvme")[0], tmp_path / "straight", kind=kind))
+    resumed = closed(
+        TrainerRun(
+            optimizers(tmp_path, "gpu-cpu-nvme")[0],
+            tmp_path / "resumed",
+            kind=kind,
+            seed=1,
+            resume=tmp_path / "straight",
+        )
+    )
+    assert_resumed(resumed.task.model, straight.task.model)
+    assert_same_runs(resumed, straight)
+    assert len(resumed.losses) == 3 * BATCHES - BATCHES_SAVED
+    assert_took_every_route(resumed.inner, "gpu-cpu-nvme")
+
+
+@pytest.mark.parametrize("is_ours_first", [False, True], ids=["to us", "from us"])
+def test_checkpoint_is_taken_over(
+    tmp_path: Path, closed: Any, assert_resumed: AssertResumed, is_ours_first: bool
+) -> None:
+    makes: list[Make] = [fused, lambda parameters: tiered(parameters, tmp_path)]
+    first, second = reversed(makes) if is_ours_first else makes
+    straight = closed(TrainerRun(first, tmp_path / "straight"))
+    resumed = closed(TrainerRun(second, tmp_path / "resumed", seed=1, resume=tmp_path / "straight"))
+    assert_resumed(resumed.task.model, straight.task.model)
+    assert_same_runs(resumed, straight)
+
+
+# -- explicitly fused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "clip"), [("32-true", "norm"), ("bf16-mixed", None), ("16-mixed", None)])
+def test_explicitly_fused_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, kind: str, clip: str | None) -> None:
+    make, make_reference = optimizers(tmp_path, "cpu-nvme", fused=True)
+    mine = closed(TrainerRun(make, tmp_path / "mine", kind=kind, clip=clip))
+    theirs = TrainerRun(make_reference, tmp_path / "theirs", kind=kind, clip=clip)
+    assert_same_runs(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_clipping_of_an_explicitly_fused_one_is_refused_as_for_adamw(tmp_path: Path, kind: str, clip: str) -> None:
+    makes = optimizers(tmp_path, "cpu-nvme", fused=True)
+    for make, name in zip(makes, ["TieredAdamW", "AdamW"], strict=True):
+        with pytest.raises(RuntimeError, match=f" {name}, does not allow for gradient clipping"):
+            TrainerRun(make, tmp_path, kind=kind, clip=clip)
+
+
+# -- averages of weights ------------------------------------------------------------------------------------------
+
+
+def test_run_with_averaged_weights_is_that_of_fused_adamw_and_resumes(
+    tmp_path: Path, closed: Any, assert_resumed: AssertResumed
+) -> None:
+    """Lightning puts the average in the model's place at the end, and loads the average before the model on resume."""
+
+    def run(name: str, make: Make, **options: Any) -> TrainerRun:
+        average = lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.5)
+        return closed(TrainerRun(make, tmp_path / name, callbacks=[average], **options))
+
+    make, make_reference = optimizers(tmp_path, "cpu-nvme")
+    mine, theirs = run("mine", make), run("theirs", make_reference)
+    assert_same_runs(mine, theirs)
+    resumed = run("resumed", make, seed=1, resume=tmp_path / "mine")
+    assert_resumed(resumed.task.model, mine.task.model)
+    assert_same_runs(resumed, mine)
+
+
+def test_run_with_stochastic_weight_averaging_is_that_of_fused_adamw(tmp_path: Path, closed: Any) -> None:
+    """It puts a scheduler of its own in the place of the task's."""
+
+    def run(name: str, make: Make) -> TrainerRun:
+        average = lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
+        return closed(TrainerRun(make, tmp_path / name, callbacks=[average]))
+
+    make, make_reference = optimizers(tmp_path, "cpu-nvme")
+    assert_same_runs(run("mine", make), run("theirs", make_reference))
