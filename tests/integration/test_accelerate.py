@@ -23,8 +23,8 @@ from tests.integration.tiny import (
     fused,
     fused_without_scaling,
     largest_difference,
-    scaler_that_overflows,
     tiered,
+    use_scaler_on_cpu,
 )
 from tierstore import TieredAdamW
 
@@ -87,12 +87,6 @@ class Run:
             self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
         elif self.clip == "value":
             self.accelerator.clip_grad_value_(self.model.parameters(), 0.01)
-
-
-def use_scaler_on_cpu(accelerator: Any) -> None:
-    """Make fp16 what it is on an accelerator: on the CPU accelerate takes the word and trains in fp32, unscaled."""
-    assert accelerator.scaler is None and not accelerator.native_amp
-    accelerator.scaler, accelerator.native_amp = scaler_that_overflows(), True
 
 
 def optimizers(folder: Path, tiers: str, kind: str) -> tuple[Make, Make]:

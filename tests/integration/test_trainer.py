@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.integration.conftest import AssertResumed
+from tests.integration.conftest import AssertResumed, NoteDifference
+from tests.integration.ranks import Ranks
 from tests.integration.tiny import (
     OPTIONS,
     TIER_SETS,
     TinyModel,
+    UnscaledAdamW,
     assert_same_bits,
     assert_same_models,
     assert_took_every_route,
     batch,
+    largest_difference,
     policy,
+    use_scaler_on_cpu,
 )
 from tierstore import TieredAdamW
 
@@ -81,6 +87,14 @@ def vectors() -> list[dict[str, Tensor]]:
 # -- the optimizers -----------------------------------------------------------------------------------------------
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "autocast": {"bf16": True},
+    "fp16": {"fp16": True},
+    "bf16 parameters": {},
+}
+
+
 def by_class(cls: type[torch.optim.Optimizer], _: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
     """Let the Trainer make optimizer, groups and scheduler."""
     return {"optimizer_cls_and_kwargs": (cls, {"lr": OPTIONS["lr"], **options})}
@@ -117,7 +131,6 @@ class Run:
     ) -> None:
         """Train. `tiers`: None for torch's fused AdamW. `resume`: the folder of a run to resume at `STEPS_SAVED`."""
         self.model = language_model() if model is None else model
-        options = {"fused": True} if tiers is None else {"policy": policy(tiers, folder)}
         arguments = transformers.TrainingArguments(
             output_dir=str(folder),
             use_cpu=True,
@@ -133,9 +146,11 @@ class Run:
             warmup_steps=2,
             **settings,
         )
-        cls = torch.optim.AdamW if tiers is None else TieredAdamW
+        cls, options = (TieredAdamW, {"policy": policy(tiers, folder)}) if tiers else (UnscaledAdamW, {})
         given = WAYS[way](cls, self.model, options) if way in WAYS else {}
         self.trainer = transformers.Trainer(self.model, arguments, train_dataset=data or sentences(), **given)
+        if arguments.fp16:
+            use_scaler_on_cpu(self.trainer.accelerator)
         self.trainer.remove_callback(transformers.PrinterCallback)
         self.trainer.train(resume_from_checkpoint=str(checkpoint_of(resume)) if resume else None)
         self.tiers = tiers
@@ -169,10 +184,10 @@ def train(tmp_path: Path) -> Iterator[Train]:
             run.optimizer.close()
 
 
-def assert_same_runs(one: Run, other: Run, *, first_step: int = 0) -> None:
-    """Compare losses, gradient norms and learning rates from a step on, then weights and the optimizer's state."""
-    assert one.log[first_step:] == other.log[first_step:]
-    assert len(one.log) == len(other.log) == STEPS
+def assert_same_runs(one: Run, other: Run) -> None:
+    """Compare losses, gradient norms and learning rates of all steps, then weights and the optimizer's state."""
+    assert len(one.log) == STEPS
+    assert [_told(entry) for entry in one.log] == [_told(entry) for entry in other.log]
     assert_same_models(one.model, other.model)
     assert_same_bits(one.optimizer.state_dict(), other.optimizer.state_dict())
     for run in (one, other):
@@ -181,17 +196,23 @@ def assert_same_runs(one: Run, other: Run, *, first_step: int = 0) -> None:
             assert_took_every_route(run.optimizer, run.tiers)
 
 
+def _told(entry: Mapping[str, float]) -> dict[str, str]:
+    return {key: repr(value) for key, value in entry.items()}  # the norm of gradients that overflow is NaN
+
+
 # -- the same numbers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tiers", TIER_SETS)
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "autocast"])
-def test_run_is_that_of_fused_adamw(train: Train, way: str, tiers: str, bf16: bool) -> None:
-    mine = train("mine", way, tiers, bf16=bf16)
-    theirs = train("theirs", way, None, bf16=bf16)
+@pytest.mark.parametrize("kind", ["fp32", "autocast", "fp16"])
+def test_run_is_that_of_fused_adamw(train: Train, way: str, tiers: str, kind: str) -> None:
+    mine = train("mine", way, tiers, **KINDS[kind])
+    theirs = train("theirs", way, None, **KINDS[kind])
     assert_same_runs(mine, theirs)
-    assert min(entry["grad_norm"] for entry in mine.log) > CLIP  # or nothing was clipped
+    assert not any(entry["grad_norm"] < CLIP for entry in mine.log)  # or nothing was clipped
+    steps = {int(state["step"]) for state in mine.optimizer.state.values()}
+    assert len(steps) == 1 and min(steps) in (range(2, 7) if kind == "fp16" else [STEPS])
     assert len({entry["learning_rate"] for entry in mine.log}) > STEPS // 2
 
 
@@ -215,17 +236,16 @@ def test_group_without_parameters_changes_nothing(train: Train, way: str) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["fp32", "autocast", "bf16 parameters"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_resumed_run_is_the_uninterrupted_one(
     train: Train, assert_resumed: AssertResumed, monkeypatch: pytest.MonkeyPatch, way: str, kind: str
 ) -> None:
     """In the middle of an epoch, by the safe loader alone, into other tiers."""
     dtype = torch.bfloat16 if kind == "bf16 parameters" else torch.float32
-    settings = {"bf16": kind == "autocast"}
-    straight = train("straight", way, "cpu-nvme", model=language_model().to(dtype), **settings)
+    straight = train("straight", way, "cpu-nvme", model=language_model().to(dtype), **KINDS[kind])
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     other_start = language_model(seed=1).to(dtype)
-    resumed = train("resumed", way, "gpu-cpu-nvme", model=other_start, resume="straight", **settings)
+    resumed = train("resumed", way, "gpu-cpu-nvme", model=other_start, resume="straight", **KINDS[kind])
     assert_resumed(resumed.model, straight.model)
     assert_same_runs(resumed, straight)
 
@@ -250,3 +270,34 @@ def test_checkpoint_of_low_precision_parameters_has_their_masters(train: Train, 
     for name, state in zip(names, saved["state"].values(), strict=True):
         assert {field: value.dtype for field, value in state.items()} == dict.fromkeys(state, torch.float32)
         assert_same_bits(state["master"].to(torch.bfloat16), weights[name], name)
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------
+
+
+def _train_on_ranks(folder: Path) -> float:
+    rank, count = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, MASTER_ADDR="localhost", MASTER_PORT="0")
+    transformers.logging.set_verbosity_error()
+
+    def run(name: str, tiers: str | None, **options: Any) -> Run:
+        return Run(folder / name, "optimizer_cls_and_kwargs", tiers, ddp_backend="gloo", **options)
+
+    straight, theirs = run("straight", "cpu-nvme"), run("theirs", None)
+    assert isinstance(straight.trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+    assert_same_runs(straight, theirs)
+    dist.barrier()
+    resumed = run("resumed", "gpu-cpu-nvme", model=language_model(seed=1), resume=folder / "straight")
+    assert_same_runs(resumed, straight)
+    straight.optimizer.close()
+    resumed.optimizer.close()
+    return largest_difference(resumed.model, straight.model)
+
+
+def test_run_on_two_ranks_is_that_of_fused_adamw_and_resumes(
+    two_ranks: Ranks, tmp_path: Path, note_difference: NoteDifference
+) -> None:
+    for name in ("straight", "theirs", "resumed"):
+        (tmp_path / name).mkdir()
+    for difference in two_ranks.run(_train_on_ranks, tmp_path):
+        note_difference(difference)

@@ -85,11 +85,17 @@ def fused(parameters: Any, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, **{**OPTIONS, **options}, fused=True)
 
 
-def fused_without_scaling(parameters: Any, **options: Any) -> torch.optim.AdamW:
-    """Make the reference for a GradScaler that unscales before the step, as it does where nobody said `fused=True`."""
-    optimizer = fused(parameters, **options)
-    del optimizer._step_supports_amp_scaling
-    return optimizer
+class UnscaledAdamW(torch.optim.AdamW):
+    """The reference where a GradScaler unscales before the step, as it does where nobody said `fused=True`."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **{**options, "fused": True})
+        del self._step_supports_amp_scaling
+
+
+def fused_without_scaling(parameters: Any) -> torch.optim.AdamW:
+    """Make the reference for an optimizer that is fused without anybody having said so."""
+    return UnscaledAdamW(parameters, **OPTIONS)
 
 
 def scaler_that_overflows() -> torch.amp.GradScaler:
@@ -97,6 +103,12 @@ def scaler_that_overflows() -> torch.amp.GradScaler:
     return torch.amp.GradScaler(
         "cpu", init_scale=2.0**24, backoff_factor=2.0**-3, growth_factor=2.0**5, growth_interval=3
     )
+
+
+def use_scaler_on_cpu(accelerator: Any) -> None:
+    """Make fp16 what it is on an accelerator: on the CPU accelerate takes the word and trains in fp32, unscaled."""
+    assert accelerator.scaler is None and not accelerator.native_amp
+    accelerator.scaler, accelerator.native_amp = scaler_that_overflows(), True
 
 
 def tiered(parameters: Any, folder: Path, tiers: str = "cpu-nvme", **options: Any) -> TieredAdamW:
