@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.integration.ranks import Ranks
-from tests.integration.tiny import assert_same_models, largest_difference
+from tests.integration.tiny import assert_same_models, fused, fused_without_scaling, largest_difference, tiered
+from tierstore import TieredAdamW
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1")  # read on import
 
 DIFFERENCE = "largest absolute difference of any weight, resumed and uninterrupted"
+Make = Callable[[Any], torch.optim.Optimizer]
+Pair = Callable[..., tuple[Make, Make]]
 NoteDifference = Callable[[float], None]
 AssertResumed = Callable[[nn.Module, nn.Module], None]
 
@@ -45,6 +50,23 @@ def fresh_accelerate() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    """Tell what makes an optimizer under test, and what makes its reference; close all that was made in the end."""
+    made: list[TieredAdamW] = []
+
+    def tell(tiers: str = "cpu-nvme", **options: Any) -> tuple[Make, Make]:
+        def make(parameters: Any) -> TieredAdamW:
+            made.append(tiered(parameters, tmp_path, tiers, **options))
+            return made[-1]
+
+        return make, fused if options.get("fused") else fused_without_scaling
+
+    yield tell
+    for optimizer in made:
+        optimizer.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.conftest import AssertResumed, NoteDifference
+from tests.integration.conftest import AssertResumed, Make, NoteDifference, Pair
 from tests.integration.ranks import Ranks
 from tests.integration.tiny import (
     TIER_SETS,
@@ -21,8 +21,8 @@ from tests.integration.tiny import (
     assert_took_every_route,
     batch,
     fused,
-    fused_without_scaling,
     largest_difference,
+    steps_counted,
     tiered,
     use_scaler_on_cpu,
 )
@@ -34,8 +34,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("fresh_accelerate
 
 KINDS = ["no", "bf16", "fp16", "fp16 fused", "bf16 parameters"]
 """What `mixed_precision` is. fp16 comes with a scaler; "fused": one that leaves unscaling to the optimizer."""
-
-Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Run:
@@ -89,30 +87,16 @@ class Run:
             self.accelerator.clip_grad_value_(self.model.parameters(), 0.01)
 
 
-def optimizers(folder: Path, tiers: str, kind: str) -> tuple[Make, Make]:
-    """What makes the optimizer under test, and the reference for it."""
-    if kind == "fp16 fused":
-        return (lambda parameters: tiered(parameters, folder, tiers, fused=True)), fused
-    reference = fused_without_scaling if kind == "fp16" else fused
-    return (lambda parameters: tiered(parameters, folder, tiers)), reference
-
-
-@pytest.fixture
-def closed() -> Iterator[Callable[[Run], Run]]:
-    """Close the tiered optimizers of runs in the end."""
-    runs: list[Run] = []
-    yield lambda run: runs.append(run) or run
-    for run in runs:
-        if isinstance(run.inner, TieredAdamW):
-            run.inner.close()
+def options_of(kind: str) -> dict[str, bool]:
+    return {"fused": True} if kind == "fp16 fused" else {}
 
 
 @pytest.mark.parametrize("tiers", TIER_SETS)
 @pytest.mark.parametrize("kind", ["no", "bf16", "fp16", "fp16 fused"])
 @pytest.mark.parametrize("clip", ["norm", "value", None])
-def test_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, tiers: str, kind: str, clip: str | None) -> None:
-    make, make_reference = optimizers(tmp_path, tiers, kind)
-    mine, theirs = closed(Run(make, kind=kind, clip=clip)), Run(make_reference, kind=kind, clip=clip)
+def test_run_is_that_of_fused_adamw(pair: Pair, tiers: str, kind: str, clip: str | None) -> None:
+    make, make_reference = pair(tiers, **options_of(kind))
+    mine, theirs = Run(make, kind=kind, clip=clip), Run(make_reference, kind=kind, clip=clip)
     assert mine.train(0, 10) == theirs.train(0, 10)
     assert_same_models(mine.model, theirs.model)
     assert_same_bits(mine.optimizer.state_dict(), theirs.optimizer.state_dict())
@@ -122,33 +106,54 @@ def test_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, tiers: str, kin
 
 @pytest.mark.parametrize("kind", ["fp16", "fp16 fused"])
 @pytest.mark.parametrize("clip", ["norm", None])
-def test_skipped_steps_do_not_advance_step(tmp_path: Path, closed: Any, kind: str, clip: str | None) -> None:
-    run = closed(Run(optimizers(tmp_path, "cpu-nvme", kind)[0], kind=kind, clip=clip))
+def test_skipped_steps_do_not_advance_step(pair: Pair, kind: str, clip: str | None) -> None:
+    run = Run(pair(**options_of(kind))[0], kind=kind, clip=clip)
     taken, skipped = 0, 0
     for number in range(10):
         before = [parameter.clone() for parameter in run.model.parameters()]
         run.train(number, number + 1)
-        changed = [not torch.equal(*pair) for pair in zip(before, run.model.parameters(), strict=True)]
+        changed = [not torch.equal(*each) for each in zip(before, run.model.parameters(), strict=True)]
         assert any(changed) == all(changed)
         taken, skipped = taken + all(changed), skipped + (not any(changed))
-        steps = {float(state["step"]) for state in run.inner.state.values()}
-        assert steps == ({float(taken)} if taken else set())
+        assert (steps_counted(run.inner) if run.inner.state else 0) == taken
     assert taken > 2 and skipped > 2
     if kind == "fp16":  # with explicit fused=True the step is called, and skips by itself: accelerate cannot see that
         assert sum(run.skipped) == skipped
 
 
-def test_batches_that_are_only_accumulated_do_not_step(tmp_path: Path, closed: Any) -> None:
-    run = closed(Run(lambda parameters: tiered(parameters, tmp_path)))
+def test_batches_that_are_only_accumulated_do_not_step(pair: Pair) -> None:
+    run = Run(pair()[0])
     run.train(0, 3)
-    assert {float(state["step"]) for state in run.inner.state.values()} == {3.0}
+    assert steps_counted(run.inner) == 3
 
 
-def test_prepare_reserves_nothing(tmp_path: Path, closed: Any) -> None:
+def test_prepare_reserves_nothing(pair: Pair) -> None:
     """FSDP replaces the parameters after `prepare` has loaded what it saved: room for whole ones may not be there."""
-    run = closed(Run(lambda parameters: tiered(parameters, tmp_path)))
+    run = Run(pair()[0])
     assert not run.inner.has_state()
     assert run.inner._held.binding is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prepare_keeps_state_of_an_optimizer_that_has_stepped(tmp_path: Path, dtype: torch.dtype) -> None:
+    """`prepare` puts the state dict through `load_state_dict`."""
+    models = [TinyModel().to(dtype) for _ in range(2)]
+    with tiered(models[0].parameters(), tmp_path) as first, tiered(models[1].parameters(), tmp_path) as second:
+        for model, optimizer in zip(models, (first, second), strict=True):
+            _step(model, optimizer, range(3))
+        model, optimizer = accelerate.Accelerator(cpu=True).prepare(models[0], first)
+        _step(model, optimizer, range(3, 6))
+        _step(models[1], second, range(3, 6))
+        assert_same_models(*models)
+        assert_same_bits(first.state_dict(), second.state_dict())
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        x = batch(number).to(next(model.parameters()).dtype)
+        (model(x) - 1.0).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # -- saved and loaded ---------------------------------------------------------------------------------------------
@@ -157,14 +162,14 @@ def test_prepare_reserves_nothing(tmp_path: Path, closed: Any) -> None:
 @pytest.mark.parametrize("steps_before_load", [0, 3], ids=["fresh", "stepped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, closed: Any, assert_resumed: AssertResumed, kind: str, steps_before_load: int
+    tmp_path: Path, pair: Pair, assert_resumed: AssertResumed, kind: str, steps_before_load: int
 ) -> None:
-    straight = closed(Run(optimizers(tmp_path, "cpu-nvme", kind)[0], kind=kind))
+    straight = Run(pair(**options_of(kind))[0], kind=kind)
     straight.train(0, 5)
     straight.accelerator.save_state(tmp_path / "saved")
     losses = straight.train(5, 10)
 
-    resumed = closed(Run(optimizers(tmp_path, "gpu-cpu-nvme", kind)[0], kind=kind, seed=1))
+    resumed = Run(pair("gpu-cpu-nvme", **options_of(kind))[0], kind=kind, seed=1)
     resumed.train(20, 20 + steps_before_load)
     resumed.accelerator.load_state(tmp_path / "saved")
     assert resumed.train(5, 10) == losses
@@ -176,15 +181,14 @@ def test_resumed_run_is_the_uninterrupted_one(
 
 @pytest.mark.parametrize("is_ours_first", [False, True], ids=["to us", "from us"])
 def test_saved_state_is_taken_over(
-    tmp_path: Path, closed: Any, assert_resumed: AssertResumed, is_ours_first: bool
+    tmp_path: Path, pair: Pair, assert_resumed: AssertResumed, is_ours_first: bool
 ) -> None:
-    makes: list[Make] = [fused, lambda parameters: tiered(parameters, tmp_path)]
-    first, second = reversed(makes) if is_ours_first else makes
-    straight = closed(Run(first))
+    first, second = pair() if is_ours_first else reversed(pair())
+    straight = Run(first)
     straight.train(0, 3)
     straight.accelerator.save_state(tmp_path / "saved")
     losses = straight.train(3, 6)
-    resumed = closed(Run(second, seed=1))
+    resumed = Run(second, seed=1)
     resumed.accelerator.load_state(tmp_path / "saved")
     assert resumed.train(3, 6) == losses
     assert_resumed(resumed.model, straight.model)

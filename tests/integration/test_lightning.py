@@ -1,17 +1,17 @@
-"""Lightning: Fabric's wrapper, the moving of state between devices, and its Trainer, resumed inside an epoch."""
+"""Lightning's Trainer: AMP, clipping, accumulation, checkpoints inside an epoch, callbacks that touch the weights."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.integration.conftest import AssertResumed
+from tests.integration.conftest import AssertResumed, Make, Pair
 from tests.integration.tiny import (
     TIER_SETS,
     TinyModel,
@@ -19,24 +19,14 @@ from tests.integration.tiny import (
     assert_same_models,
     assert_took_every_route,
     batch,
-    fused,
-    fused_without_scaling,
-    loss_of,
     scaler_that_overflows,
-    tiered,
-    train,
+    steps_counted,
 )
-from tierstore import TieredAdamW
-from tierstore.errors import StateDictError
 
 lightning = pytest.importorskip("lightning", reason="needs lightning: pip install -e '.[integrations]'")
-from lightning.fabric.plugins import precision as fabric_precision  # noqa: E402
-from lightning.fabric.utilities.optimizer import _optimizers_to_device  # noqa: E402
 from lightning.pytorch.plugins import precision as trainer_precision  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
-
-Make = Callable[[Any], torch.optim.Optimizer]
 
 
 @pytest.fixture(autouse=True)
@@ -45,143 +35,6 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
         yield
-
-
-def optimizers(folder: Path, tiers: str, **options: Any) -> tuple[Make, Make]:
-    """What makes the optimizer under test, and the reference for it."""
-    reference = fused if "fused" in options else fused_without_scaling
-    return (lambda parameters: tiered(parameters, folder, tiers, **options)), reference
-
-
-def steps_counted(optimizer: torch.optim.Optimizer) -> float:
-    (steps,) = {float(state["step"]) for state in optimizer.state.values()}
-    return steps
-
-
-@pytest.fixture
-def closed() -> Iterator[Callable[[Any], Any]]:
-    """Close the tiered optimizers of runs in the end."""
-    runs: list[Any] = []
-    yield lambda run: runs.append(run) or run
-    for run in runs:
-        if isinstance(run.inner, TieredAdamW):
-            run.inner.close()
-
-
-# -- Fabric -------------------------------------------------------------------------------------------------------
-
-
-class FabricRun:
-    """A model and optimizer set up by Fabric."""
-
-    def __init__(self, make: Make, *, seed: int = 0, kind: Any = "32-true", clip: str | None = "max_norm") -> None:
-        if kind == "16-mixed":  # else Fabric takes bf16 instead on the CPU
-            plugin = fabric_precision.MixedPrecision("16-mixed", "cpu", scaler_that_overflows())
-            self.fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugin)
-        else:
-            self.fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=kind)
-        self.clip = clip
-        model = TinyModel(seed=seed).to(torch.bfloat16 if kind == "bf16-true" else torch.float32)
-        self.inner = make(model.parameters())
-        self.model, self.optimizer = self.fabric.setup(model, self.inner)
-
-    def train(self, first: int, last: int) -> list[float]:
-        losses = []
-        for number in range(first, last):
-            loss = loss_of(self.model, number)
-            self.fabric.backward(loss)
-            if self.clip is not None:
-                limit: dict[str, Any] = {self.clip: 0.5}
-                self.fabric.clip_gradients(self.model, self.optimizer, **limit, error_if_nonfinite=False)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-
-@pytest.mark.parametrize("tiers", TIER_SETS)
-@pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("clip", ["max_norm", "clip_val"])
-def test_fabric_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, tiers: str, kind: str, clip: str) -> None:
-    make, make_reference = optimizers(tmp_path, tiers)
-    mine, theirs = closed(FabricRun(make, kind=kind, clip=clip)), FabricRun(make_reference, kind=kind, clip=clip)
-    assert mine.train(0, 10) == theirs.train(0, 10)
-    assert_same_models(mine.model, theirs.model)
-    assert_same_bits(mine.optimizer.state_dict(), theirs.optimizer.state_dict())
-    assert_took_every_route(mine.inner, tiers)
-    assert steps_counted(mine.inner) in (range(3, 8) if kind == "16-mixed" else [10])
-
-
-def test_fabric_has_explicitly_fused_one_unscale_by_itself(tmp_path: Path, closed: Any) -> None:
-    """As with torch's: the steps are the same, and clipping, before which Fabric would have to unscale, is refused."""
-    make, make_reference = optimizers(tmp_path, "cpu-nvme", fused=True)
-    mine, theirs = [closed(FabricRun(each, kind="16-mixed", clip=None)) for each in (make, make_reference)]
-    assert mine.train(0, 10) == theirs.train(0, 10)
-    assert_same_models(mine.model, theirs.model)
-    assert_same_bits(mine.optimizer.state_dict(), theirs.optimizer.state_dict())
-    for run in (mine, theirs):
-        run.clip = "max_norm"
-        with pytest.raises(NotImplementedError, match="handling the unscaling"):
-            run.train(10, 11)
-
-
-@pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "bf16-true"])
-def test_fabric_resumes_from_what_it_saved(
-    tmp_path: Path, closed: Any, assert_resumed: AssertResumed, kind: str
-) -> None:
-    straight = closed(FabricRun(optimizers(tmp_path, "cpu-nvme")[0], kind=kind))
-    straight.train(0, 3)
-    straight.fabric.save(tmp_path / "saved.ckpt", {"model": straight.model, "optimizer": straight.optimizer})
-    losses = straight.train(3, 6)
-    resumed = closed(FabricRun(optimizers(tmp_path, "gpu-cpu-nvme")[0], kind=kind, seed=1))
-    resumed.train(20, 22)
-    states = {"model": resumed.model, "optimizer": resumed.optimizer}
-    resumed.fabric.load(tmp_path / "saved.ckpt", states, weights_only=True)
-    assert resumed.train(3, 6) == losses
-    assert_resumed(resumed.model, straight.model)
-    assert_same_bits(resumed.optimizer.state_dict(), straight.optimizer.state_dict())
-    assert_took_every_route(resumed.inner, "gpu-cpu-nvme")
-
-
-def test_wrapper_of_fabric_sees_the_state_and_store_of_the_optimizer_it_wraps(tmp_path: Path) -> None:
-    """The wrapper is of our class, but without its constructor: asked before the first step, it must make no store."""
-    run = FabricRun(lambda parameters: tiered(parameters, tmp_path))
-    first = next(iter(run.model.parameters()))
-    assert dict(run.optimizer.state[first]) == {}
-    store = run.optimizer.store
-    run.train(0, 2)
-    assert run.optimizer.store is run.inner.store is store
-    assert_same_bits(dict(run.optimizer.state[first]), dict(run.inner.state[first]))
-    assert float(run.inner.state[first]["exp_avg"].abs().sum()) > 0
-    run.optimizer.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        run.train(2, 3)
-
-
-# -- state from device to device ----------------------------------------------------------------------------------
-
-
-def test_moving_state_leaves_it_in_its_tiers(tmp_path: Path) -> None:
-    """Lightning moves all but `step`, at set-up, resume and teardown."""
-    model = TinyModel()
-    with tiered(model.parameters(), tmp_path) as optimizer:
-        _optimizers_to_device([optimizer], torch.device("cpu"))  # nothing there yet
-        train(model, optimizer, range(3))
-        before, moved = optimizer.state_dict(), optimizer.store.stats().to_dict()["routes"]
-        _optimizers_to_device([optimizer], torch.device("cpu"))
-        assert optimizer.store.stats().to_dict()["routes"] == moved
-        assert_same_bits(optimizer.state_dict(), before)
-
-
-def test_moving_state_to_where_there_are_no_values_changes_nothing(tmp_path: Path) -> None:
-    model = TinyModel()
-    with tiered(model.parameters(), tmp_path) as optimizer:
-        train(model, optimizer, range(3))
-        before = optimizer.state_dict()
-        with pytest.raises(StateDictError, match="no values"):
-            _optimizers_to_device([optimizer], torch.device("meta"))
-        assert_same_bits(optimizer.state_dict(), before)
-        train(model, optimizer, range(3, 4))
 
 
 # -- Trainer ------------------------------------------------------------------------------------------------------
@@ -200,16 +53,51 @@ class TinyTask(lightning.LightningModule):
         self.model = TinyModel(seed=seed)
         self.make = make
         self.losses: list[float] = []
+        self.validations = 0
 
-    def training_step(self, x: Tensor, _: int) -> Tensor:
+    def training_step(self, x: Tensor, _: int) -> Tensor | None:
         loss = (self.model(x) - 1.0).square().mean()
         self.losses.append(loss.item())
         return loss
+
+    def validation_step(self, x: Tensor, _: int) -> None:
+        self.model(x)
+        self.validations += 1
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.model.parameters())
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=40)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class UnfreezingTask(TinyTask):
+    """Trains what is not frozen when it starts; the rest is for a callback to add."""
+
+    def configure_optimizers(self) -> Any:
+        return self.make([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+
+
+class TwoModelsTask(TinyTask):
+    """Steps two optimizers by itself, each for its model."""
+
+    def __init__(self, make: Make, *, seed: int = 0) -> None:
+        super().__init__(make)
+        self.model = nn.ModuleList([TinyModel(seed=2 * seed), TinyModel(seed=2 * seed + 1)])
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [self.make(model.parameters()) for model in self.model]
+
+    def training_step(self, x: Tensor, _: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = (self.model[0](x) * self.model[1](x) - 1.0).square().mean()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+        self.losses.append(loss.item())
 
 
 class Batches:
@@ -247,10 +135,14 @@ class TrainerRun:
         clip: str | None = "norm",
         resume: Path | None = None,
         callbacks: Iterable[Any] = (),
+        task: type[TinyTask] = TinyTask,
+        steps_saved: int = STEPS_SAVED,
+        is_validated: bool = False,
     ) -> None:
-        """Train three epochs. `resume`: the folder of a run, to go on from its step `STEPS_SAVED`."""
+        """Train three epochs. `resume`: the folder of a run, to go on from its step `steps_saved`."""
+        is_automatic = task is not TwoModelsTask
         saving = lightning.pytorch.callbacks.ModelCheckpoint(
-            dirpath=folder, filename="{step}", every_n_train_steps=STEPS_SAVED, save_top_k=-1
+            dirpath=folder, filename="{step}", every_n_train_steps=steps_saved, save_top_k=-1
         )
         # with the word alone the Trainer takes bf16 instead of fp16 on the CPU
         plugin = trainer_precision.MixedPrecision("16-mixed", "cpu", scaler_that_overflows())
@@ -258,9 +150,9 @@ class TrainerRun:
             accelerator="cpu",
             devices=1,
             max_epochs=3,
-            accumulate_grad_batches=2,
-            gradient_clip_algorithm=clip,
-            gradient_clip_val=None if clip is None else {"norm": 0.5, "value": 0.01}[clip],
+            accumulate_grad_batches=2 if is_automatic else 1,
+            gradient_clip_algorithm=clip if is_automatic else None,
+            gradient_clip_val={"norm": 0.5, "value": 0.01}.get(clip or "") if is_automatic else None,
             callbacks=[saving, *callbacks],
             logger=False,
             enable_progress_bar=False,
@@ -268,9 +160,10 @@ class TrainerRun:
             default_root_dir=folder,
             **({"plugins": plugin} if kind == "16-mixed" else {"precision": kind}),
         )
-        self.task = TinyTask(make, seed=seed)
-        checkpoint = None if resume is None else resume / f"step={STEPS_SAVED}.ckpt"
-        self.trainer.fit(self.task, Batches(), ckpt_path=checkpoint, weights_only=True)
+        self.task = task(make, seed=seed)
+        checkpoint = None if resume is None else resume / f"step={steps_saved}.ckpt"
+        validation = [batch(50)] if is_validated else None
+        self.trainer.fit(self.task, Batches(), validation, ckpt_path=checkpoint, weights_only=True)
 
     @property
     def inner(self) -> Any:
@@ -282,20 +175,21 @@ class TrainerRun:
 
 
 def assert_same_runs(one: TrainerRun, other: TrainerRun) -> None:
-    """Compare losses, weights and the optimizer's state, of which a resumed run has the later losses only."""
+    """Compare weights, the optimizers' states and losses, of which a resumed run has the later ones only."""
     count = min(len(one.losses), len(other.losses))
     assert count in (3 * BATCHES, 3 * BATCHES - BATCHES_SAVED)
     assert one.losses[-count:] == other.losses[-count:]
     assert_same_models(one.task.model, other.task.model)
-    assert_same_bits(one.inner.state_dict(), other.inner.state_dict())
+    for mine, theirs in zip(one.trainer.optimizers, other.trainer.optimizers, strict=True):
+        assert_same_bits(mine.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("tiers", TIER_SETS)
 @pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("clip", ["norm", "value"])
-def test_trainer_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, tiers: str, kind: str, clip: str) -> None:
-    make, make_reference = optimizers(tmp_path, tiers)
-    mine = closed(TrainerRun(make, tmp_path / "mine", kind=kind, clip=clip))
+def test_run_is_that_of_fused_adamw(tmp_path: Path, pair: Pair, tiers: str, kind: str, clip: str) -> None:
+    make, make_reference = pair(tiers)
+    mine = TrainerRun(make, tmp_path / "mine", kind=kind, clip=clip)
     theirs = TrainerRun(make_reference, tmp_path / "theirs", kind=kind, clip=clip)
     assert_same_runs(mine, theirs)
     assert_took_every_route(mine.inner, tiers)
@@ -303,16 +197,16 @@ def test_trainer_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, tiers: 
 
 
 @pytest.mark.parametrize("kind", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-def test_trainer_resumes_inside_an_epoch(tmp_path: Path, closed: Any, assert_resumed: AssertResumed, kind: str) -> None:
-    straight = closed(TrainerRun(optimizers(tmp_path, "cpu-nvme")[0], tmp_path / "straight", kind=kind))
-    resumed = closed(
-        TrainerRun(
-            optimizers(tmp_path, "gpu-cpu-nvme")[0],
-            tmp_path / "resumed",
-            kind=kind,
-            seed=1,
-            resume=tmp_path / "straight",
-        )
+def test_run_resumed_inside_an_epoch_is_the_uninterrupted_one(
+    tmp_path: Path, pair: Pair, assert_resumed: AssertResumed, kind: str
+) -> None:
+    straight = TrainerRun(pair()[0], tmp_path / "straight", kind=kind)
+    resumed = TrainerRun(
+        pair("gpu-cpu-nvme")[0],
+        tmp_path / "resumed",
+        kind=kind,
+        seed=1,
+        resume=tmp_path / "straight",
     )
     assert_resumed(resumed.task.model, straight.task.model)
     assert_same_runs(resumed, straight)
@@ -322,12 +216,11 @@ def test_trainer_resumes_inside_an_epoch(tmp_path: Path, closed: Any, assert_res
 
 @pytest.mark.parametrize("is_ours_first", [False, True], ids=["to us", "from us"])
 def test_checkpoint_is_taken_over(
-    tmp_path: Path, closed: Any, assert_resumed: AssertResumed, is_ours_first: bool
+    tmp_path: Path, pair: Pair, assert_resumed: AssertResumed, is_ours_first: bool
 ) -> None:
-    makes: list[Make] = [fused, lambda parameters: tiered(parameters, tmp_path)]
-    first, second = reversed(makes) if is_ours_first else makes
-    straight = closed(TrainerRun(first, tmp_path / "straight"))
-    resumed = closed(TrainerRun(second, tmp_path / "resumed", seed=1, resume=tmp_path / "straight"))
+    first, second = pair() if is_ours_first else reversed(pair())
+    straight = TrainerRun(first, tmp_path / "straight")
+    resumed = TrainerRun(second, tmp_path / "resumed", seed=1, resume=tmp_path / "straight")
     assert_resumed(resumed.task.model, straight.task.model)
     assert_same_runs(resumed, straight)
 
@@ -336,17 +229,19 @@ def test_checkpoint_is_taken_over(
 
 
 @pytest.mark.parametrize(("kind", "clip"), [("32-true", "norm"), ("bf16-mixed", None), ("16-mixed", None)])
-def test_explicitly_fused_run_is_that_of_fused_adamw(tmp_path: Path, closed: Any, kind: str, clip: str | None) -> None:
-    make, make_reference = optimizers(tmp_path, "cpu-nvme", fused=True)
-    mine = closed(TrainerRun(make, tmp_path / "mine", kind=kind, clip=clip))
+def test_explicitly_fused_run_is_that_of_fused_adamw(tmp_path: Path, pair: Pair, kind: str, clip: str | None) -> None:
+    make, make_reference = pair(fused=True)
+    mine = TrainerRun(make, tmp_path / "mine", kind=kind, clip=clip)
     theirs = TrainerRun(make_reference, tmp_path / "theirs", kind=kind, clip=clip)
     assert_same_runs(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("clip", ["norm", "value"])
-def test_clipping_of_an_explicitly_fused_one_is_refused_as_for_adamw(tmp_path: Path, kind: str, clip: str) -> None:
-    makes = optimizers(tmp_path, "cpu-nvme", fused=True)
+def test_clipping_of_an_explicitly_fused_one_is_refused_as_for_adamw(
+    tmp_path: Path, pair: Pair, kind: str, clip: str
+) -> None:
+    makes = pair(fused=True)
     for make, name in zip(makes, ["TieredAdamW", "AdamW"], strict=True):
         with pytest.raises(RuntimeError, match=f" {name}, does not allow for gradient clipping"):
             TrainerRun(make, tmp_path, kind=kind, clip=clip)
@@ -356,15 +251,15 @@ def test_clipping_of_an_explicitly_fused_one_is_refused_as_for_adamw(tmp_path: P
 
 
 def test_run_with_averaged_weights_is_that_of_fused_adamw_and_resumes(
-    tmp_path: Path, closed: Any, assert_resumed: AssertResumed
+    tmp_path: Path, pair: Pair, assert_resumed: AssertResumed
 ) -> None:
     """Lightning puts the average in the model's place at the end, and loads the average before the model on resume."""
 
     def run(name: str, make: Make, **options: Any) -> TrainerRun:
         average = lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.5)
-        return closed(TrainerRun(make, tmp_path / name, callbacks=[average], **options))
+        return TrainerRun(make, tmp_path / name, callbacks=[average], **options)
 
-    make, make_reference = optimizers(tmp_path, "cpu-nvme")
+    make, make_reference = pair()
     mine, theirs = run("mine", make), run("theirs", make_reference)
     assert_same_runs(mine, theirs)
     resumed = run("resumed", make, seed=1, resume=tmp_path / "mine")
@@ -372,12 +267,81 @@ def test_run_with_averaged_weights_is_that_of_fused_adamw_and_resumes(
     assert_same_runs(resumed, mine)
 
 
-def test_run_with_stochastic_weight_averaging_is_that_of_fused_adamw(tmp_path: Path, closed: Any) -> None:
+@pytest.mark.parametrize("kind", ["32-true", "bf16-true"])
+def test_swapping_in_averages_for_validation_changes_no_state(tmp_path: Path, pair: Pair, kind: str) -> None:
+    """The average takes the weights' place through `.data`, and gives it back: a master must not notice.
+
+    The average itself does: Lightning keeps it in float32 and rounds it when it swaps.
+    """
+
+    def run(name: str, **options: Any) -> TrainerRun:
+        average = lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.5)
+        make = pair()[0]
+        return TrainerRun(make, tmp_path / name, kind=kind, callbacks=[average], **options)
+
+    validated, straight = run("validated", is_validated=True), run("straight")
+    assert validated.task.validations > straight.task.validations == 0
+    assert validated.losses == straight.losses
+    assert_same_bits(validated.inner.state_dict(), straight.inner.state_dict())
+
+
+def test_run_with_stochastic_weight_averaging_is_that_of_fused_adamw(tmp_path: Path, pair: Pair) -> None:
     """It puts a scheduler of its own in the place of the task's."""
 
     def run(name: str, make: Make) -> TrainerRun:
         average = lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
-        return closed(TrainerRun(make, tmp_path / name, callbacks=[average]))
+        return TrainerRun(make, tmp_path / name, callbacks=[average])
 
-    make, make_reference = optimizers(tmp_path, "cpu-nvme")
+    make, make_reference = pair()
     assert_same_runs(run("mine", make), run("theirs", make_reference))
+
+
+# -- groups and optimizers, more than one -------------------------------------------------------------------------
+
+
+class Unfreezing(lightning.pytorch.callbacks.BaseFinetuning):
+    """Adds a layer to the optimizer at the start of the second epoch, and another at that of the third."""
+
+    def freeze_before_training(self, task: Any) -> None:
+        self.freeze([task.model.first, task.model.middle])
+
+    def finetune_function(self, task: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        layers = {1: task.model.middle, 2: task.model.first}
+        if epoch in layers:
+            self.unfreeze_and_add_param_group(layers[epoch], optimizer, lr=1e-3)
+
+
+@pytest.mark.parametrize("steps_saved", [6, 10], ids=["two groups", "three groups"])
+def test_groups_added_by_a_callback_train_and_resume_as_with_fused_adamw(
+    tmp_path: Path, pair: Pair, steps_saved: int
+) -> None:
+    """On resume the callback sets `param_groups` anew. It leaves frozen what it had unfrozen, so the reference for a
+    resumed run is torch's resumed one."""
+
+    def run(name: str, make: Make, **options: Any) -> TrainerRun:
+        callbacks = [Unfreezing()]
+        options |= {"task": UnfreezingTask, "steps_saved": steps_saved, "callbacks": callbacks}
+        return TrainerRun(make, tmp_path / name, **options)
+
+    make, make_reference = pair()
+    mine, theirs = run("mine", make), run("theirs", make_reference)
+    assert len(mine.inner.param_groups) == 3
+    assert_same_runs(mine, theirs)
+    mine = run("mine resumed", make, seed=1, resume=tmp_path / "mine")
+    theirs = run("theirs resumed", make_reference, seed=1, resume=tmp_path / "theirs")
+    assert mine.losses == theirs.losses
+    assert_same_models(mine.task.model, theirs.task.model)
+    assert_same_bits(mine.inner.state_dict(), theirs.inner.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["32-true", "16-mixed"])
+def test_two_optimizers_stepped_by_the_task_train_as_fused_adamw_and_resume(
+    tmp_path: Path, pair: Pair, assert_resumed: AssertResumed, kind: str
+) -> None:
+    options = {"kind": kind, "task": TwoModelsTask, "steps_saved": 2 * BATCHES_SAVED}
+    make, make_reference = pair()
+    mine = TrainerRun(make, tmp_path / "mine", **options)
+    assert_same_runs(mine, TrainerRun(make_reference, tmp_path / "theirs", **options))
+    resumed = TrainerRun(make, tmp_path / "resumed", seed=1, resume=tmp_path / "mine", **options)
+    assert_resumed(resumed.task.model, mine.task.model)
+    assert_same_runs(resumed, mine)

@@ -25,6 +25,7 @@ from tests.integration.tiny import (
     batch,
     largest_difference,
     policy,
+    steps_counted,
     use_scaler_on_cpu,
 )
 from tierstore import TieredAdamW
@@ -78,6 +79,15 @@ class PlainTask(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"loss": (self.model(x) - labels).square().mean()}
+
+
+class Hungry(PlainTask):
+    """Needs much memory for a batch of two."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if len(x) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return super().forward(x, labels)
 
 
 def vectors() -> list[dict[str, Tensor]]:
@@ -152,8 +162,11 @@ class Run:
         if arguments.fp16:
             use_scaler_on_cpu(self.trainer.accelerator)
         self.trainer.remove_callback(transformers.PrinterCallback)
-        self.trainer.train(resume_from_checkpoint=str(checkpoint_of(resume)) if resume else None)
         self.tiers = tiers
+        self.train(str(checkpoint_of(resume)) if resume else None)
+
+    def train(self, resume_from_checkpoint: str | None = None) -> None:
+        self.trainer.train(resume_from_checkpoint=resume_from_checkpoint)
         self.log = [entry for entry in self.trainer.state.log_history if "loss" in entry]
 
     @property
@@ -211,8 +224,7 @@ def test_run_is_that_of_fused_adamw(train: Train, way: str, tiers: str, kind: st
     theirs = train("theirs", way, None, **KINDS[kind])
     assert_same_runs(mine, theirs)
     assert not any(entry["grad_norm"] < CLIP for entry in mine.log)  # or nothing was clipped
-    steps = {int(state["step"]) for state in mine.optimizer.state.values()}
-    assert len(steps) == 1 and min(steps) in (range(2, 7) if kind == "fp16" else [STEPS])
+    assert steps_counted(mine.optimizer) in (range(2, 7) if kind == "fp16" else [STEPS])
     assert len({entry["learning_rate"] for entry in mine.log}) > STEPS // 2
 
 
@@ -230,6 +242,28 @@ def test_group_without_parameters_changes_nothing(train: Train, way: str) -> Non
     assert_same_runs(mine, theirs)
     resumed = train("resumed", way, "cpu-nvme", model=PlainTask(seed=1), data=vectors(), resume="mine")
     assert_same_runs(resumed, mine)
+
+
+def test_training_again_goes_on_with_the_same_optimizer(train: Train) -> None:
+    """The Trainer prepares the optimizer anew, with its state, and begins to count steps from zero."""
+    mine, theirs = (train(str(tiers), "optimizer_cls_and_kwargs", tiers) for tiers in ("cpu-nvme", None))
+    optimizer = mine.optimizer
+    for run in (mine, theirs):
+        torch.manual_seed(7)  # for dropout
+        run.train()
+    assert mine.optimizer is optimizer
+    assert steps_counted(optimizer) == 2 * STEPS
+    assert_same_runs(mine, theirs)
+
+
+def test_smaller_batch_is_found_as_with_fused_adamw(train: Train) -> None:
+    """The Trainer begins again, with a new optimizer, when memory does not suffice for a batch."""
+    mine, theirs = (
+        train(str(tiers), "optimizer_cls_and_kwargs", tiers, model=Hungry(), data=vectors(), auto_find_batch_size=True)
+        for tiers in ("cpu-nvme", None)
+    )
+    assert mine.trainer._train_batch_size == 1
+    assert_same_runs(mine, theirs)
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -116,6 +116,12 @@ def tiered(parameters: Any, folder: Path, tiers: str = "cpu-nvme", **options: An
     return TieredAdamW(parameters, **{**OPTIONS, **options}, policy=policy(tiers, folder))
 
 
+def steps_counted(optimizer: torch.optim.Optimizer) -> int:
+    """The step that all parameters are at."""
+    (step,) = {int(state["step"]) for state in optimizer.state.values()}
+    return step
+
+
 # -- what must be equal -------------------------------------------------------------------------------------------
 
 
