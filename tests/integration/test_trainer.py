@@ -255,7 +255,7 @@ def test_group_without_parameters_changes_nothing(train: Train, way: str) -> Non
 
 
 def test_training_again_goes_on_with_the_same_optimizer(train: Train) -> None:
-    """The Trainer prepares the optimizer anew, with its state, and begins to count steps from zero."""
+    """The Trainer counts steps from zero; the optimizer goes on."""
     mine, theirs = (train(str(tiers), "optimizer_cls_and_kwargs", tiers) for tiers in ("cpu-nvme", None))
     optimizer = mine.optimizer
     for run in (mine, theirs):
