@@ -33,7 +33,7 @@ from tests.optimizer.cases import (
     train,
 )
 from tests.optimizer.test_parity import losses_of, make_model
-from tests.optimizer.test_state import run_alone
+from tests.optimizer.test_results import run_alone
 from tierstore.build import Parts, plan_plant
 from tierstore.device import HostDevice
 from tierstore.errors import (
