@@ -374,7 +374,7 @@ def test_a_run_compiled_by_inductor_has_the_bits_of_the_same_with_torch(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     found, _ = compiled_run(lambda parameters: tiered(parameters, tmp_path), part, backend="inductor")
     torch._dynamo.reset()
-    wanted, _ = compiled_run(torchs, "model", backend="inductor")
+    wanted, _ = compiled_run(torchs, part, backend="inductor")
     assert_same_parameters(found, wanted)
 
 
