@@ -6,8 +6,9 @@ changes, and wraps each parameter's state so that torch does not cast it to the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 from torch import Tensor
 
@@ -54,18 +55,15 @@ def _ids(groups: Sequence[Mapping[str, Any]], packed: Sequence[Mapping[str, Any]
 
 
 def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Refuse state that does not fit, before anything changes; wrap what fits. torch checks the counts of groups.
+    """Refuse state that does not fit, before anything changes; wrap what fits.
 
     Groups keep their `OWN_OPTIONS`, or that they have none.
     """
     rule, present, saved = optimizer.rule, optimizer.param_groups, state_dict["param_groups"]
-    if [len(group["params"]) for group in present] != [len(group["params"]) for group in saved]:
-        return state_dict
+    _check_form(state_dict["state"], saved)
+    _check_counts(present, saved)
     for number, packed in enumerate(saved):
-        if missing := [option for option in rule.needed_options if option not in packed]:
-            raise StateDictError(
-                f"param_groups.{number} has no {', '.join(missing)}: this is another optimizer's state"
-            )
+        _check_options(f"param_groups.{number}", packed, rule.needed_options)
     by_key: dict[Any, tuple[Tensor, str]] = {}
     for group, packed in zip(present, saved, strict=True):
         names = group.get("param_names", [f"parameter {key}" for key in packed["params"]])
@@ -85,3 +83,57 @@ def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]
 def _with_own_of(group: Mapping[str, Any], packed: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in packed.items() if key not in OWN_OPTIONS or key in group}  # in their order
     return {**kept, **{key: group[key] for key in OWN_OPTIONS if key in group}}
+
+
+def _check_form(states: Any, groups: Any) -> None:
+    """Refuse what is not a mapping of states and a list of groups."""
+    if not isinstance(states, Mapping):
+        raise StateDictError(f"`state` is a {type(states).__name__}, not a mapping of parameters to their states")
+    if not isinstance(groups, list | tuple):
+        raise StateDictError(f"`param_groups` is a {type(groups).__name__}, not a list of groups")
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise StateDictError(f"param_groups.{number} is a {type(group).__name__}, not a mapping of options")
+        if "params" not in group:
+            raise StateDictError(f"param_groups.{number} has no params")
+        if not isinstance(group["params"], list | tuple):
+            raise StateDictError(f"param_groups.{number}.params is a {type(group['params']).__name__}, not a list")
+
+
+def _check_counts(present: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse other counts of groups or of their parameters, as torch would, with the numbers."""
+    if len(saved) != len(present):
+        raise StateDictError(
+            f"loaded state dict has a different number of parameter groups: it has {len(saved)}, the optimizer "
+            f"{len(present)}"
+        )
+    for number, (group, packed) in enumerate(zip(present, saved, strict=True)):
+        if len(packed["params"]) != len(group["params"]):
+            raise StateDictError(
+                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"param_groups.{number} has {len(packed['params'])} parameters, the optimizer's {len(group['params'])}"
+            )
+
+
+def _check_options(where: str, packed: Mapping[str, Any], needed: Sequence[str]) -> None:
+    """Refuse options that are missing or no numbers. Their ranges are left alone, as by torch.
+
+    A rate that a scheduler took down to zero may well have ended just below it.
+    """
+    if missing := [option for option in needed if option not in packed]:
+        raise StateDictError(f"{where} has no {', '.join(missing)}: this is another optimizer's state")
+    for option in needed:
+        value = packed[option]
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        numbers = value if option == "betas" and is_pair else [value]
+        if (option == "betas") != is_pair or not all(map(_is_number, numbers)):
+            raise StateDictError(
+                f"{where}.{option} is {value!r}, not {'a pair of numbers' if option == 'betas' else 'a number'}"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is one real number, and not NaN."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        return False
+    return isinstance(value, Tensor | SupportsFloat) and not math.isnan(float(value))

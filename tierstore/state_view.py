@@ -301,8 +301,8 @@ def check_state(rule: Rule, parameter: Tensor, name: str, state: Mapping[str, An
     is_number = (
         step.numel() == 1 and not step.is_complex() if isinstance(step, Tensor) else isinstance(step, int | float)
     )
-    if not is_number:
-        raise StateDictError(f"step of {name} is {step!r}, not one number")
+    if not is_number or not float(step) >= 0:
+        raise StateDictError(f"step of {name} is {step!r}, not one number, zero or more")
 
 
 def _check_value(parameter: Tensor, what: str, value: object) -> None:

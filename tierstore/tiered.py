@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo  # what torch's optimizers use; torch
 from tierstore.binding import Binding
 from tierstore.build import Parts
 from tierstore.device import is_capturing
-from tierstore.errors import FailedStepError, PolicyError
+from tierstore.errors import FailedStepError, PolicyError, StateDictError
 from tierstore.held import Held
 from tierstore.normed import NormedWork
 from tierstore.policy import TIER_NAMES, TierPolicy
@@ -28,7 +28,7 @@ from tierstore.rules import NormedRule, Rule
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
 from tierstore.state_view import Handed, StateView, check_states, materialise
 from tierstore.tensors import TieredStore
-from tierstore.update import Participant, StepWork
+from tierstore.update import Participant, StepWork, refuse_unusable
 
 _KEPT = ("_step_supports_amp_scaling",)
 
@@ -96,6 +96,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     if parameter.grad.is_sparse:
                         raise RuntimeError(self.rule.sparse_advice)
+                    refuse_unusable(parameter, parameter.grad)
                     found[parameter] += 1
         return found
 
@@ -200,8 +201,10 @@ class TieredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class, or torch's of the same algorithm, saved; state stays in its tiers and its dtype.
 
-        Raises ValueError or StateDictError, with the optimizer unchanged, for state of another optimizer or model.
+        Raises StateDictError, with the optimizer unchanged, for state of another optimizer or model.
         """
+        if not isinstance(state_dict, Mapping):
+            raise StateDictError(f"a state dict is a mapping, and this is a {type(state_dict).__name__}")
         with self._held.alone():
             handle = self.register_load_state_dict_pre_hook(check_and_wrap)
             try:

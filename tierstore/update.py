@@ -19,6 +19,7 @@ from tierstore.kernels import Manner, Scratch, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
 from tierstore.rules import Pieces
+from tierstore.rules.base import arithmetic_of
 
 
 class Participant(NamedTuple):
@@ -40,6 +41,17 @@ class Participant(NamedTuple):
                 f"{tuple(local.shape)} is here: make it a DTensor"
             )
         return cls(local, gradient, times)
+
+
+UPDATABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+
+def refuse_unusable(parameter: Tensor, gradient: Tensor) -> None:
+    """Raise if no formula can update a parameter of this dtype, or not with a gradient of that one."""
+    if parameter.dtype not in UPDATABLE:
+        raise NotImplementedError(f"a parameter of {parameter.dtype} has a gradient, but cannot be updated")
+    if parameter.is_complex() != gradient.is_complex():
+        raise RuntimeError(f"a gradient of {gradient.dtype} cannot update a parameter of {parameter.dtype}")
 
 
 @dataclass
@@ -67,6 +79,12 @@ class StepWork:
     ) -> Self:
         """Prepare a step; changes nothing."""
         options = [binding.rule.options(group) for group in groups]
+        taking_part = {binding.members[position].group for position in participants}
+        if grad_scale is not None and any(arithmetic_of(groups[number]) != "fused" for number in taking_part):
+            raise AssertionError(  # as by torch, whose other formulas would take gradients as they are
+                "a GradScaler has set grad_scale, which only the fused formula divides by: leave `fused` and `foreach` "
+                "out of the groups, or `fused=True` out of the optimizer's arguments"
+            )
         new = frozenset(participants.keys() - binding.steps.keys())
         return cls(binding, participants, options, scratch, grad_scale, _advanced(binding, participants), new)
 
