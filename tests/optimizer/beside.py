@@ -14,7 +14,8 @@ import torch
 from tests.optimizer.cases import FourTiers, assert_same_parameters, same_bits, seeded, small_policy, train
 from tierstore.optimizer import TieredAdamW
 
-SHAPES: list[tuple[int, ...]] = [(3000,), (40, 50), (1,), (), (7, 3)]
+SHAPES: list[tuple[int, ...]] = [(3000,), (40, 50), (1,), (), (7, 3), (20_000,)]
+"""More state than the memory tiers of `FourTiers` hold, so that chunks travel by every route."""
 EVERY_TIERS = pytest.mark.parametrize("tiers", FourTiers.names)
 
 

@@ -56,7 +56,7 @@ def assert_as_with_torch(run: Run, folder: Path, tiers: str = "cpu nvme") -> Non
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
 def test_clipping_by_norm_reaches_the_step(norm_type: float, foreach: bool | None, tmp_path: Path) -> None:
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (40, 50), ())
+        parameters = seeded((20_000,), (40, 50), ())
         optimizer, norms = make(parameters), []
         for step in range(3):
             set_gradients(parameters, step)
@@ -72,7 +72,7 @@ def test_clipping_by_norm_reaches_the_step(norm_type: float, foreach: bool | Non
 @EVERY_TIERS
 def test_clipping_by_value_reaches_the_step(tiers: str, foreach: bool | None, tmp_path: Path) -> None:
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (40, 50), ())
+        parameters = seeded((20_000,), (40, 50), ())
         optimizer = make(parameters)
         for step in range(3):
             set_gradients(parameters, step)
@@ -87,7 +87,7 @@ def test_gradients_clipped_apart_from_the_optimizer_reach_the_step(tmp_path: Pat
     """As FSDP and pipelines do: the norm of some gradients, scaled by it with others; through the groups' lists."""
 
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (40, 50))
+        parameters = seeded((20_000,), (40, 50))
         optimizer = make([{"params": parameters[:1]}, {"params": parameters[1:]}])
         for step in range(3):
             set_gradients(parameters, step)
@@ -122,11 +122,11 @@ def test_a_gradient_of_any_layout_is_used_by_its_values_and_left_as_it_was(
     tiers: str, layout: str, tmp_path: Path
 ) -> None:
     """torch's fused kernel reads other strides wrongly, and an expanded gradient out of its bounds."""
-    mine, theirs = seeded((40, 70)), seeded((40, 70))
+    mine, theirs = seeded((140, 170)), seeded((140, 170))
     optimizer = tiered(mine, tmp_path, tiers)
     reference = Reference([{**optimizer.param_groups[0], "params": theirs}])
     for step in range(2):
-        given = LAYOUTS[layout](values_of((40, 70), step))
+        given = LAYOUTS[layout](values_of((140, 170), step))
         before = given.detach().clone()
         mine[0].grad, theirs[0].grad = given, before.as_subclass(Tensor)
         optimizer.step()
@@ -145,7 +145,7 @@ def test_a_gradient_of_another_precision_is_cast_to_that_of_the_update(
     dtype: torch.dtype, gradient_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """torch lets `.grad` have another dtype than its tensor where `grad_dtype` says so; its AdamW then refuses it."""
-    mine, theirs = seeded((3000,), (7, 3), dtype=dtype), seeded((3000,), (7, 3), dtype=dtype)
+    mine, theirs = seeded((20_000,), (7, 3), dtype=dtype), seeded((20_000,), (7, 3), dtype=dtype)
     for parameter in (*mine, *theirs):
         parameter.grad_dtype = gradient_dtype
     optimizer = tiered(mine, tmp_path)
@@ -165,22 +165,22 @@ def test_a_gradient_of_another_precision_is_cast_to_that_of_the_update(
 def test_a_complex_gradient_of_a_real_parameter_is_refused_by_name_and_so_is_the_reverse(
     dtype: torch.dtype, gradient_dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    parameter = nn.Parameter(torch.ones(3000, dtype=dtype))
+    parameter = nn.Parameter(torch.ones(20_000, dtype=dtype))
     parameter.grad_dtype = None
     optimizer = tiered([parameter], tmp_path)
-    parameter.grad = torch.ones(3000, dtype=dtype)
+    parameter.grad = torch.ones(20_000, dtype=dtype)
     optimizer.step()
-    parameter.grad = torch.ones(3000, dtype=gradient_dtype)
+    parameter.grad = torch.ones(20_000, dtype=gradient_dtype)
     with nothing_changes(optimizer), pytest.raises(RuntimeError, match=f"{gradient_dtype}.*{dtype}"):
         optimizer.step()
 
 
 def test_one_gradient_may_belong_to_two_parameters(tmp_path: Path) -> None:
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (3000,))
+        parameters = seeded((20_000,), (20_000,))
         optimizer = make(parameters)
         for step in range(3):
-            parameters[0].grad = parameters[1].grad = values_of((3000,), step)
+            parameters[0].grad = parameters[1].grad = values_of((20_000,), step)
             optimizer.step()
         return parameters
 
@@ -191,11 +191,11 @@ def test_a_gradient_may_be_the_memory_of_its_parameter_or_of_another(tmp_path: P
     """A regulariser by hand. Parameters are updated in order, so that a later one sees what an earlier one became."""
 
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (3000,))
+        parameters = seeded((20_000,), (20_000,))
         optimizer = make(parameters)
         for _ in range(3):
             parameters[0].grad = parameters[0].detach()
-            parameters[1].grad = values_of((3000,), 1)
+            parameters[1].grad = values_of((20_000,), 1)
             optimizer.step()
         return parameters
 
@@ -207,9 +207,9 @@ def test_gradients_that_are_views_of_one_flat_buffer_are_followed_when_it_change
     """As DDP's buckets are with `gradient_as_bucket_view`."""
 
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (40, 50))
-        buffer = values_of((5000,), 0)
-        parameters[0].grad, parameters[1].grad = buffer[:3000], buffer[3000:].view(40, 50)
+        parameters = seeded((20_000,), (40, 50))
+        buffer = values_of((22_000,), 0)
+        parameters[0].grad, parameters[1].grad = buffer[:20_000], buffer[20_000:].view(40, 50)
         optimizer = make(parameters)
         for _ in range(3):
             optimizer.step()
@@ -221,7 +221,7 @@ def test_gradients_that_are_views_of_one_flat_buffer_are_followed_when_it_change
 
 def test_gradients_that_are_not_finite_spread_as_with_torch(tmp_path: Path) -> None:
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,))
+        parameters = seeded((20_000,))
         optimizer = make(parameters)
         for step in range(2):
             set_gradients(parameters, step)
@@ -243,10 +243,10 @@ def test_gradients_of_several_backward_passes_add_up(tiers: str, set_to_none: bo
 
     def run(make: Make) -> list[Any]:
         torch.manual_seed(0)
-        body, head, unused = nn.Linear(30, 90), nn.Linear(90, 3), nn.Linear(90, 3)
+        body, head, unused = nn.Linear(30, 700), nn.Linear(700, 3), nn.Linear(700, 3)
         parameters = [*body.parameters(), *head.parameters(), *unused.parameters()]
         optimizer = make(parameters)
-        (body(values_of((4, 30), 0)).relu().sum() + unused(torch.ones(90)).sum()).backward()
+        (body(values_of((4, 30), 0)).relu().sum() + unused(torch.ones(700)).sum()).backward()
         for step in range(3):
             optimizer.zero_grad(set_to_none=set_to_none)
             for part in range(3):
@@ -272,7 +272,7 @@ def test_zero_grad_zeroes_in_place_or_takes_gradients_away(tmp_path: Path) -> No
 @EVERY_TIERS
 def test_several_steps_may_be_taken_on_one_gradient(tiers: str, tmp_path: Path) -> None:
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (40, 50))
+        parameters = seeded((20_000,), (40, 50))
         optimizer = make(parameters)
         for step in range(2):
             set_gradients(parameters, step)
@@ -308,7 +308,7 @@ def test_gradients_that_carry_a_graph_are_used(tmp_path: Path) -> None:
 def test_duplicates_in_a_group_count_twice_also_for_low_precision(
     amsgrad: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    mine, theirs = seeded((9000,), (10,), dtype=dtype), seeded((9000,), (10,), dtype=dtype)
+    mine, theirs = seeded((20_000,), (10,), dtype=dtype), seeded((20_000,), (10,), dtype=dtype)
     optimizer = tiered([mine[0], mine[1], mine[0]], tmp_path, amsgrad=amsgrad)
     reference = Reference([{**optimizer.param_groups[0], "params": [theirs[0], theirs[1], theirs[0]]}])
     for step in range(3):
@@ -329,7 +329,7 @@ def test_a_closure_runs_once_with_gradients_on_and_what_it_returns_comes_back(
     returned: str, by: str, tmp_path: Path
 ) -> None:
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (40, 50))
+        parameters = seeded((20_000,), (40, 50))
         optimizer = make(parameters)
         for number in range(3):
             calls: list[Any] = []
@@ -355,7 +355,7 @@ def test_a_closure_may_change_everything_that_the_step_then_uses(tmp_path: Path)
     """Weights, learning rate, gradients of several backward passes, state: the step begins when the closure is done."""
 
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (40, 50))
+        parameters = seeded((20_000,), (40, 50))
         optimizer = make(parameters)
         train(optimizer, parameters, [0])
 

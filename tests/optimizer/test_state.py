@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,6 +31,17 @@ from tests.optimizer.cases import (
 from tierstore.errors import StateDictError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
+
+
+@EVERY_TIERS
+def test_the_state_of_these_tests_travels(tiers: str, tmp_path: Path) -> None:
+    """Else nothing here would be said of a tier set but that it is accepted."""
+    _, optimizer = trained(tmp_path, tiers)
+    moved = {name for name, route in optimizer.store.stats().to_dict()["routes"].items() if route["moves"]}
+    names = tiers.split()
+    path = names if "cpu" in names or len(names) == 1 else [names[0], "cpu", names[1]]  # by staging
+    assert moved >= {f"{a}->{b}" for one, other in itertools.pairwise(path) for a, b in ((one, other), (other, one))}
+    assert bool(moved) == (tiers != "cpu")
 
 
 def test_state_of_a_fresh_parameter_is_an_empty_mapping_that_adds_nothing(tmp_path: Path) -> None:

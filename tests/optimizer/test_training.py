@@ -233,7 +233,7 @@ def test_averaged_models_are_those_of_a_run_with_torch(average: str, tmp_path: P
 @pytest.mark.parametrize("when", ["before steps", "between steps", "before step", "in closure", "after load", "often"])
 def test_groups_may_be_added_at_any_time(when: str, tiers: str, tmp_path: Path) -> None:
     def run(make: Make) -> list[Any]:
-        parameters = seeded((3000,), (50,), (40, 30), (5000,))
+        parameters = seeded((3000,), (50,), (40, 30), (20_000,))
         optimizer = make(parameters[:1])
 
         def add(number: int, **options: Any) -> None:
