@@ -100,10 +100,10 @@ def test_a_scaler_that_is_off_passes_closures_on(fused: bool | None, tmp_path: P
 # -- whole runs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("asked", [{}, {"fused": True}, {"foreach": True}, {"fused": False}], ids=str)
 @EVERY_TIERS
-@BOTH
 def test_scaled_steps_with_skips_and_clipping_have_the_bits_of_torch(
-    tiers: str, fused: bool | None, tmp_path: Path
+    tiers: str, asked: dict[str, Any], tmp_path: Path
 ) -> None:
     """Skipped at the first step and later, unscaled and clipped once, twice grown: weights, scales, counts, state."""
 
@@ -124,11 +124,15 @@ def test_scaled_steps_with_skips_and_clipping_have_the_bits_of_torch(
             seen += [scaler.get_scale(), steps]
         return parameters, optimizer, seen
 
-    mine, optimizer, seen = run(lambda parameters: tiered(parameters, tmp_path, tiers, fused=fused))
-    theirs, reference, wanted = run(torchs if fused else _unfused_scaling)
+    mine, optimizer, seen = run(lambda parameters: tiered(parameters, tmp_path, tiers, **asked))
+    theirs, reference, wanted = run(lambda parameters: _beside(parameters, asked))
     assert seen == wanted and len(set(map(str, seen))) > 6
     assert_same_parameters(mine, theirs)
     assert_same_state_dicts(optimizer, reference)
+
+
+def _beside(parameters: Any, asked: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, **asked) if asked else _unfused_scaling(parameters)
 
 
 def _unfused_scaling(parameters: Any) -> torch.optim.Optimizer:

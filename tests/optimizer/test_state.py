@@ -29,6 +29,7 @@ from tests.optimizer.cases import (
     train,
 )
 from tierstore.errors import StateDictError
+from tierstore.optimizer import TieredAdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
@@ -253,6 +254,34 @@ def test_state_of_a_parameter_that_is_not_the_optimizers_is_refused_and_changes_
     with pytest.raises(StateDictError):
         optimizer.state = {stranger: {"step": 1, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}}
     assert_same_saved(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY_TIERS
+def test_state_that_a_framework_casts_or_moves_stays_in_its_tier_and_dtype(
+    tiers: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Lightning moves each tensor by assigning to it; what is cast on the way has lost its bits, no more."""
+    parameters, optimizer = trained(tmp_path, tiers, dtype=dtype)
+    saved, homes = optimizer.state_dict(), _homes(optimizer)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.to("cpu", copy=True)
+    assert_same_saved(optimizer.state_dict(), saved)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.to(torch.bfloat16)
+    for number, state in enumerate(optimizer.state.values()):
+        for name, value in state.items():
+            assert same_bits(value, saved["state"][number][name].to(torch.bfloat16).float()), name
+    assert _homes(optimizer) == homes
+    train(optimizer, parameters, [5])
+    optimizer.store.check()
+
+
+def _homes(optimizer: TieredAdamW) -> list[str]:
+    binding, _ = optimizer.bound()
+    return [optimizer.store.home_of(chunk.number) for chunk in binding.layout.chunks]
 
 
 # -- what torch and its tools look at ---------------------------------------------------------------------------

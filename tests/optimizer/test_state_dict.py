@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.optimizer.beside import (
     EVERY_TIERS,
@@ -106,6 +106,30 @@ def test_a_checkpoint_on_disk_continues_to_the_bit(tiers: str, dtype: torch.dtyp
         train(again, resumed, range(5, 9))
         assert_same_parameters(resumed, straight, names)
         again.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@EVERY_TIERS
+def test_a_state_dict_is_plain_dicts_of_cpu_tensors(tiers: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    parameters, optimizer = trained(tmp_path, tiers, dtype=dtype)
+    saved = optimizer.state_dict()
+    assert type(saved["state"]) is dict and list(saved["state"]) == list(range(len(parameters)))
+    for number, fields in saved["state"].items():
+        assert type(fields) is dict
+        for name, value in fields.items():
+            assert type(value) is Tensor and value.device.type == "cpu" and not value.requires_grad
+            assert value.shape == (() if name == "step" else parameters[number].shape)
+
+
+def test_fused_is_shown_as_true_where_it_was_left_out(tmp_path: Path) -> None:
+    """So that torch's AdamW, given the state dict, keeps the same arithmetic."""
+    _, optimizer = trained(tmp_path)
+    optimizer.add_param_group({"params": seeded((9,))})
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(cloned(saved))
+    for shown in (saved["param_groups"], optimizer.param_groups, copy.deepcopy(optimizer).param_groups):
+        assert [group["fused"] for group in shown] == [True, True]
+    assert optimizer.defaults["fused"] is True
 
 
 def test_a_state_dict_is_not_changed_by_later_steps_and_two_differ(tmp_path: Path) -> None:
