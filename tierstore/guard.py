@@ -12,6 +12,8 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from tierstore.errors import BusyStoreError, ForkedStoreError, StoreClosedError, WrongThreadError
 from tierstore.signals import deferred
 from tierstore.tiers import Tier
@@ -71,7 +73,7 @@ class Guarded:
 @contextlib.contextmanager
 def alone(lock: threading.RLock, what: str, *, wait: bool = False) -> Iterator[None]:
     """Be the only thread inside `what`, with signals deferred. Raises WrongThreadError, or waits, if another one is."""
-    with deferred():
+    with deferred(), in_plain_torch():
         if not lock.acquire(blocking=wait):
             raise WrongThreadError(
                 f"thread {threading.current_thread().name!r} called {what} while another thread was inside: "
@@ -81,6 +83,21 @@ def alone(lock: threading.RLock, what: str, *, wait: bool = False) -> Iterator[N
             yield
         finally:
             lock.release()
+
+
+@contextlib.contextmanager
+def in_plain_torch() -> Iterator[None]:
+    """Make tensors as if the caller had chosen no inference mode and no default device.
+
+    A callback may save a checkpoint in the inference mode of an evaluation, and what it makes must serve later steps.
+    """
+    with contextlib.ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())  # which leaving inference mode had turned off
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        yield
 
 
 def _shut(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:

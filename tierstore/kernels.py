@@ -18,6 +18,7 @@ from torch import Tensor
 from tierstore.errors import InvariantError
 from tierstore.layout import CUT_ELEMENTS
 from tierstore.rules import Pieces, Rule
+from tierstore.rules.base import step_count
 
 TILE_ELEMENTS = 256 * 1024
 """Elements cast and updated at once; a float32 tile with its state fits the last-level cache."""
@@ -150,7 +151,7 @@ def self_test(rule: Rule, options: Any, dtype: torch.dtype) -> None:
 
     def pieces() -> Pieces:
         fields = {name: [moment.clone()] for name, moment in zip(rule.moments, moments, strict=True)}
-        return Pieces([values.clone()], [gradient], fields, [], [torch.tensor(3.0)])
+        return Pieces([values.clone()], [gradient], fields, [], [step_count(3.0)])
 
     whole, cut = pieces(), pieces()
     rule.update_in_cuts([whole], options)

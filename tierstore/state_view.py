@@ -15,10 +15,12 @@ from torch import Tensor
 
 from tierstore.binding import Binding
 from tierstore.errors import StateDictError
+from tierstore.guard import in_plain_torch
 from tierstore.layout import as_real, empty_like_stored
 from tierstore.members import Member, sharded_like, survey
 from tierstore.results import Results
 from tierstore.rules import Rule
+from tierstore.rules.base import step_count
 
 STEP = "step"
 MASTER = "master"
@@ -32,6 +34,7 @@ class Handed:
         self._tensors: dict[int, dict[str, tuple[Tensor, object]]] = {}  # by position and field, with its version
         self._results: Results | None = None
 
+    @in_plain_torch()
     def get(self, position: int, name: str) -> Tensor:
         """Read one field of a parameter, or hand out again what was handed out before."""
         fields = self._tensors.setdefault(position, {})
@@ -48,6 +51,7 @@ class Handed:
         tensor, version = self._tensors.get(position, {}).get(name, (None, None))
         return tensor is not None and value is tensor and _version(tensor) == version
 
+    @in_plain_torch()
     def absorb(self) -> None:
         """Write back what was changed in place."""
         changed = {
@@ -193,6 +197,7 @@ class StateView(MutableMapping[Tensor, Any]):
 # -- whole states -----------------------------------------------------------------------------------------------
 
 
+@in_plain_torch()
 def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
     """Copy all state out as plain dicts of CPU tensors, by position: memory of its own, not changed by later steps."""
     handed.absorb()
@@ -212,6 +217,7 @@ def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
     }
 
 
+@in_plain_torch()
 def write_state(binding: Binding, handed: Handed, states: Mapping[int, Mapping[str, Any]], *, is_whole: bool) -> None:
     """Write states of parameters, by position. `is_whole`: what is not given is as for a parameter that never stepped.
 
@@ -360,11 +366,11 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 def _step_of(state: Mapping[str, Any], current: Tensor | None) -> Tensor:
     if STEP not in state:
-        return torch.tensor(0.0) if current is None else current
+        return step_count(0.0) if current is None else current
     step = state[STEP]
     if isinstance(step, Tensor):
         return step.detach().to(device="cpu", dtype=torch.float32, copy=True).reshape(())
-    return torch.tensor(float(step))
+    return step_count(float(step))
 
 
 def _fields_to_write(

@@ -190,6 +190,11 @@ def arithmetic_of(group: Mapping[str, Any]) -> str:
     return "for-loop" if group.get("fused") is False else "fused"
 
 
+def step_count(value: float) -> Tensor:
+    """A step count as torch's fused kernels want it: whatever the default dtype, bfloat16 stops counting at 256."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
 def on_device(steps: list[Tensor], device: torch.device) -> list[Tensor]:
     """Step counts where a fused kernel wants them."""
     if device.type == "cpu":
