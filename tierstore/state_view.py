@@ -51,7 +51,6 @@ class Handed:
         tensor, version = self._tensors.get(position, {}).get(name, (None, None))
         return tensor is not None and value is tensor and _version(tensor) == version
 
-    @in_plain_torch()
     def absorb(self) -> None:
         """Write back what was changed in place."""
         changed = {
@@ -197,7 +196,6 @@ class StateView(MutableMapping[Tensor, Any]):
 # -- whole states -----------------------------------------------------------------------------------------------
 
 
-@in_plain_torch()
 def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
     """Copy all state out as plain dicts of CPU tensors, by position: memory of its own, not changed by later steps."""
     handed.absorb()

@@ -117,12 +117,13 @@ def test_state_changed_in_a_mode_has_the_effect_it_has_with_torch(mode: str, tmp
         parameters = seeded(*SHAPES)
         optimizer = make(parameters)
         train(optimizer, parameters, range(2))
-        ones = torch.ones(40, 50)
+        ones, seven = torch.ones(40, 50), torch.tensor(7.0)
         handed = optimizer.state[parameters[0]]["exp_avg"]
         with MODES[mode]():
             handed.mul_(0.5)
             optimizer.state[parameters[0]]["exp_avg_sq"].mul_(2.0)
             optimizer.state[parameters[1]]["exp_avg"] = ones
+            optimizer.state[parameters[1]]["step"] = seven
             optimizer.state[parameters[2]]["step"].fill_(9.0)
         handed.add_(0.25)
         train(optimizer, parameters, [2])
@@ -132,6 +133,22 @@ def test_state_changed_in_a_mode_has_the_effect_it_has_with_torch(mode: str, tmp
     wanted, reference = run(torchs)
     assert_same_parameters(found, wanted)
     assert_same_state_dicts(optimizer, reference)
+
+
+@EVERY_MODE
+def test_a_master_is_derived_from_its_parameter_in_a_mode(mode: str, tmp_path: Path) -> None:
+    parameters = seeded(*SHAPES, dtype=torch.bfloat16)
+    optimizer = tiered(parameters, tmp_path)
+    train(optimizer, parameters, range(2))
+    saved = optimizer.state_dict()
+    for fields in saved["state"].values():
+        del fields["master"]
+    with MODES[mode]():
+        optimizer.load_state_dict(saved)
+        optimizer.state[parameters[1]] = saved["state"][1]
+    masters = [state["master"] for state in optimizer.state.values()]
+    assert_same_parameters(masters, [parameter.detach().float() for parameter in parameters])
+    train(optimizer, parameters, [2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
