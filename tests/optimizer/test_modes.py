@@ -60,9 +60,7 @@ MODES: dict[str, Mode] = {
 EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "asked"), [(torch.float32, {}), (torch.bfloat16, {}), (torch.float32, {"foreach": True})], ids=str
-)
+@pytest.mark.parametrize(("dtype", "asked"), [(torch.float32, {}), (torch.bfloat16, {"foreach": True})], ids=str)
 @EVERY_MODE
 def test_steps_in_a_mode_are_those_without_it(
     mode: str, dtype: torch.dtype, asked: dict[str, Any], tmp_path: Path

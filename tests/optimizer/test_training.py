@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
 from tests.optimizer.beside import (
-    EVERY_TIERS,
     assert_same_saved,
     assert_same_state_dicts,
     cloned,
@@ -78,8 +77,9 @@ def test_every_scheduler_that_torch_has_is_in_the_table() -> None:
     assert found - {"LRScheduler"} == set(SCHEDULERS)
 
 
-@pytest.mark.parametrize("order", ["optimizer first", "scheduler first"])
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize(
+    ("tensor_lr", "order"), [(False, "optimizer first"), (False, "scheduler first"), (True, "optimizer first")]
+)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_drive_it_as_they_drive_torchs_also_when_resumed(
     name: str, tensor_lr: bool, order: str, tmp_path: Path
@@ -229,7 +229,7 @@ def test_averaged_models_are_those_of_a_run_with_torch(average: str, tmp_path: P
 # -- groups added at any time -----------------------------------------------------------------------------------
 
 
-@EVERY_TIERS
+@pytest.mark.parametrize("tiers", ["gpu cpu nvme", "nvme"])
 @pytest.mark.parametrize("when", ["before steps", "between steps", "before step", "in closure", "after load", "often"])
 def test_groups_may_be_added_at_any_time(when: str, tiers: str, tmp_path: Path) -> None:
     def run(make: Make) -> list[Any]:
