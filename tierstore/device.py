@@ -316,7 +316,7 @@ def map_host_memory(nbytes: int, *, page_lock: PageLock | None = None) -> Tensor
     the limit of this process is too small.
     """
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     padding = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
     try:
         area = mmap.mmap(-1, nbytes + padding, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

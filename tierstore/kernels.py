@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tierstore.errors import InvariantError
 from tierstore.layout import CUT_ELEMENTS
-from tierstore.rules import Pieces, Rule
-from tierstore.rules.base import step_count
+from tierstore.rules import Pieces, Rule, step_count
 
 TILE_ELEMENTS = 256 * 1024
 """Elements cast and updated at once; a float32 tile with its state fits the last-level cache."""
@@ -146,7 +145,7 @@ def self_test(rule: Rule, options: Any, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     elements = 3 * CUT_ELEMENTS + 37
     values, gradient, *moments = (
-        torch.rand(elements, generator=generator, dtype=dtype) for _ in range(2 + len(rule.moments))
+        torch.rand(elements, generator=generator, dtype=dtype, device="cpu") for _ in range(2 + len(rule.moments))
     )
 
     def pieces() -> Pieces:

@@ -225,7 +225,7 @@ def empty_like_stored(parameter: Tensor, dtype: torch.dtype, storage: Tensor | N
     `storage`: a 1-D tensor of the same number of elements to be used as its memory.
     """
     strides = parameter.stride() if is_dense(parameter) else _row_major(parameter.shape)
-    flat = torch.empty(parameter.numel(), dtype=dtype) if storage is None else storage
+    flat = torch.empty(parameter.numel(), dtype=dtype, device="cpu") if storage is None else storage
     return flat.as_strided(parameter.shape, strides, flat.storage_offset()), flat
 
 

@@ -70,7 +70,7 @@ class Results:
         nbytes = elements * dtype.itemsize
         if nbytes == 0 or self._in_memory + nbytes <= self._granted_bytes or self._folder is None:
             self._in_memory += nbytes
-            return torch.empty(elements, dtype=dtype)
+            return torch.empty(elements, dtype=dtype, device="cpu")
         padded = round_up(nbytes, RECORD_ALIGNMENT)
         if self._piece is None or self._piece.used + padded > len(self._piece.view):
             self._piece = _Piece(_map_reserved(self._folder, max(self._next_bytes, padded)))

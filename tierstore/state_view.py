@@ -19,8 +19,7 @@ from tierstore.guard import in_plain_torch
 from tierstore.layout import as_real, empty_like_stored
 from tierstore.members import Member, sharded_like, survey
 from tierstore.results import Results
-from tierstore.rules import Rule
-from tierstore.rules.base import step_count
+from tierstore.rules import Rule, step_count
 
 STEP = "step"
 MASTER = "master"
@@ -364,7 +363,7 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 def _step_of(state: Mapping[str, Any], current: Tensor | None) -> Tensor:
     if STEP not in state:
-        return step_count(0.0) if current is None else current
+        return step_count() if current is None else current
     step = state[STEP]
     if isinstance(step, Tensor):
         return step.detach().to(device="cpu", dtype=torch.float32, copy=True).reshape(())
@@ -384,5 +383,5 @@ def _fields_to_write(
         if isinstance(value, Tensor):
             values[name] = sharded_like(parameter, value)
         elif is_new:
-            values[name] = parameter if name == MASTER else torch.zeros(())
+            values[name] = parameter if name == MASTER else torch.zeros((), device="cpu")
     return values

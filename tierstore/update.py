@@ -18,8 +18,8 @@ from tierstore.binding import Binding
 from tierstore.kernels import Manner, Scratch, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
-from tierstore.rules import Pieces
-from tierstore.rules.base import arithmetic_of, step_count
+from tierstore.rules import Pieces, step_count
+from tierstore.rules.base import arithmetic_of
 
 
 class Participant(NamedTuple):
@@ -112,7 +112,7 @@ class StepWork:
         """Count the step, which is done, in every participant that has something to show for it."""
         for position in self.new:
             if self.binding.keeps_state(position):
-                self.binding.steps[position] = step_count(0.0)
+                self.binding.steps[position] = step_count()
         kept = [position for position in self.steps if position in self.binding.steps]
         if kept:
             counts = [self.binding.steps[position] for position in kept]
@@ -220,9 +220,9 @@ def _advanced(binding: Binding, participants: Mapping[int, Participant]) -> dict
 
     Those that are equal are one tensor, and none is what the binding holds.
     """
-    fresh = step_count(0.0)
+    fresh = step_count()
     counts = torch.stack([binding.steps.get(position, fresh) for position in participants])
-    counts += torch.tensor([participant.times for participant in participants.values()], dtype=counts.dtype)
-    values = counts.tolist()
+    times = [participant.times for participant in participants.values()]
+    values = [count + more for count, more in zip(counts.tolist(), times, strict=True)]
     tensors = {value: step_count(value) for value in set(values)}
     return {position: tensors[value] for position, value in zip(participants, values, strict=True)}

@@ -190,9 +190,9 @@ def arithmetic_of(group: Mapping[str, Any]) -> str:
     return "for-loop" if group.get("fused") is False else "fused"
 
 
-def step_count(value: float) -> Tensor:
-    """A step count as torch's fused kernels want it: whatever the default dtype, bfloat16 stops counting at 256."""
-    return torch.tensor(value, dtype=torch.float32)
+def step_count(steps: float = 0.0) -> Tensor:
+    """A step count: a float32 scalar on the CPU, whatever the process has set as its default dtype and device."""
+    return torch.tensor(steps, dtype=torch.float32, device="cpu")
 
 
 def on_device(steps: list[Tensor], device: torch.device) -> list[Tensor]:
