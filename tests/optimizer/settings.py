@@ -6,7 +6,7 @@ As classes, because torch's machinery makes its optimizers itself, from paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +33,9 @@ class TinyTiers(TieredAdamW):
         tiers = {"gpu": {"device": "cpu", "capacity": 3 * CHUNK}, "cpu": {"capacity": 3 * CHUNK}, "nvme": {}}
         super().__init__(params, *arguments, **options, policy={"chunk_size": CHUNK, "tiers": tiers})
 
+
+Make = Callable[..., Any]
+"""An optimizer class, or a function that makes one."""
 
 SETTINGS: tuple[type[TieredAdamW], ...] = (InMemory, TinyTiers)
 EVERY_SETTING = pytest.mark.parametrize("setting", SETTINGS)
@@ -64,6 +67,22 @@ def backward(model: nn.Module, step: int) -> Tensor:
     loss: Tensor = (model(inputs) * model.get_parameter("scale")).square().mean()
     loss.backward()
     return loss
+
+
+def trained(make: Make, steps: int = 2, **options: Any) -> tuple[nn.Module, Any]:
+    """A network after some steps, and its optimizer."""
+    model = network()
+    optimizer = make(model.parameters(), **{"lr": 1e-2, **options})
+    go_on(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Take steps, each with its own gradients."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
 
 
 def assert_same_optimizers(one: torch.optim.Optimizer, other: torch.optim.Optimizer, when: object = "") -> None:

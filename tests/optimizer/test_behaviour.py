@@ -6,7 +6,7 @@ In both settings and with each of torch's implementations. torch's own AdamW is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,16 +18,15 @@ from tests.optimizer.cases import assert_same_parameters, bits, laid_out, same_b
 from tests.optimizer.settings import (
     EVERY_IMPLEMENTATION,
     EVERY_SETTING,
+    IMPLEMENTATIONS,
+    Make,
     assert_same_optimizers,
-    backward,
     fused,
-    network,
     parameters_of,
+    trained,
 )
 
 pytestmark = pytest.mark.usefixtures("swap_folder")
-
-Make = Callable[..., Any]
 
 
 def cubes(dtype: torch.dtype, layout: str = "row-major") -> list[nn.Parameter]:
@@ -68,9 +67,11 @@ def fit(make: Make, layout: str, scheduler: str) -> tuple[list[float], list[nn.P
     return losses, [weight, bias]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("layout", ["row-major", "reversed", "strided"])
-@EVERY_IMPLEMENTATION
+@pytest.mark.parametrize(
+    ("flags", "scheduler"),
+    [*(({}, name) for name in SCHEDULERS), ({"foreach": True}, "no scheduler"), ({"fused": False}, "no scheduler")],
+)
 @EVERY_SETTING
 def test_it_goes_in_the_right_direction_as_torch_does(setting: Make, flags: Any, layout: str, scheduler: str) -> None:
     """Strided parameters too, which torch's fused kernel corrupts: there its for-loop is the judge, nearly."""
@@ -144,8 +145,7 @@ def test_groups_may_ask_for_different_implementations(setting: Make) -> None:
 # -- kinds of parameters ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize(("dtype", "amsgrad"), [(torch.complex64, False), (torch.complex128, True)])
 @EVERY_IMPLEMENTATION
 @EVERY_SETTING
 def test_complex_parameters_train_as_torch_trains_them(
@@ -216,17 +216,11 @@ def test_each_of_several_dtypes_trains_as_if_it_were_alone(setting: Make, flags:
 # -- steps that change nothing ----------------------------------------------------------------------------------
 
 
-def trained(setting: Make, **options: Any) -> tuple[list[Tensor], Any, dict[str, Any]]:
-    """An optimizer with state, its parameters and its state dict."""
-    model = network()
-    optimizer = setting(model.parameters(), lr=1e-2, **options)
-    for step in range(2):
-        backward(model, step)
-        optimizer.step()
-    return list(model.parameters()), optimizer, optimizer.state_dict()
+def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
 
 
-def assert_unchanged(optimizer: Any, before: list[Tensor], saved: dict[str, Any]) -> None:
+def assert_unchanged(optimizer: Any, before: Sequence[Tensor], saved: dict[str, Any]) -> None:
     assert_same_parameters(parameters_of(optimizer), before)
     found = optimizer.state_dict()
     assert found["param_groups"] == saved["param_groups"]
@@ -237,8 +231,8 @@ def assert_unchanged(optimizer: Any, before: list[Tensor], saved: dict[str, Any]
 @EVERY_IMPLEMENTATION
 @EVERY_SETTING
 def test_a_step_without_any_gradient_changes_nothing(setting: Make, flags: Any) -> None:
-    parameters, optimizer, saved = trained(setting, weight_decay=0.1, **flags)
-    before = [parameter.detach().clone() for parameter in parameters]
+    _, optimizer = trained(setting, weight_decay=0.1, **flags)
+    before, saved = copies(parameters_of(optimizer)), optimizer.state_dict()
     optimizer.zero_grad()
     assert optimizer.step() is None
     assert optimizer.step(lambda: 7) == 7
@@ -250,7 +244,7 @@ def test_a_step_without_any_gradient_changes_nothing(setting: Make, flags: Any) 
 @EVERY_SETTING
 def test_zero_gradients_without_decay_change_no_parameter(setting: Make, flags: Any, amsgrad: bool) -> None:
     parameters = cubes(torch.float32)
-    before = [parameter.detach().clone() for parameter in parameters]
+    before = copies(parameters)
     optimizer = setting(parameters, lr=0.1, weight_decay=0.0, amsgrad=amsgrad, **flags)
     for _ in range(3):
         for parameter in parameters:
@@ -264,12 +258,12 @@ def test_zero_gradients_without_decay_change_no_parameter(setting: Make, flags: 
 @EVERY_SETTING
 def test_it_does_not_step_if_infinities_were_found(setting: Make, found: float) -> None:
     """By any number but zero; and with zero it divides by the scale, as torch's fused kernel does."""
-    parameters, optimizer, saved = trained(setting, weight_decay=0.1, fused=True)
-    before = [parameter.detach().clone() for parameter in parameters]
+    _, optimizer = trained(setting, weight_decay=0.1, fused=True)
+    before, saved = copies(parameters_of(optimizer)), optimizer.state_dict()
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(found)
     optimizer.step()
     assert_unchanged(optimizer, before, saved)
-    _, reference, _ = trained(fused, weight_decay=0.1, fused=True)
+    _, reference = trained(fused, weight_decay=0.1, fused=True)
     optimizer.found_inf = torch.tensor(0.0)
     reference.grad_scale, reference.found_inf = torch.tensor(4.0), torch.tensor(0.0)
     optimizer.step()
@@ -325,25 +319,29 @@ def default(what: torch.dtype | str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", [torch.float64, "meta"], ids=["default dtype", "default device"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-@EVERY_IMPLEMENTATION
 @EVERY_SETTING
-def test_defaults_of_the_process_do_not_reach_what_the_optimizer_makes(
-    setting: Make, flags: Any, dtype: torch.dtype, what: Any
-) -> None:
+def test_defaults_of_the_process_do_not_reach_what_the_optimizer_makes(setting: Make, what: Any) -> None:
     """A script may call `torch.set_default_device` or `set_default_dtype`."""
-    both = [cubes(dtype), cubes(dtype)]
-    set_gradients(both[0], 0)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
-    def run(parameters: list[nn.Parameter]) -> Any:
-        optimizer = setting(parameters, lr=1e-2, amsgrad=True, **flags)
-        for parameter, other in zip(parameters, both[0], strict=True):
+    def groups() -> list[dict[str, Any]]:
+        kinds = [(dtype, flags) for dtype in dtypes for flags in IMPLEMENTATIONS.values()]
+        return [{"params": seeded((2500,), (), (3,), dtype=dtype), **flags} for dtype, flags in kinds]
+
+    both = [groups(), groups()]
+    gradients = [parameter for group in both[0] for parameter in group["params"]]
+    set_gradients(gradients, 0)
+
+    def run(groups: list[dict[str, Any]]) -> Any:
+        optimizer = setting(groups, lr=1e-2, amsgrad=True)
+        parameters = parameters_of(optimizer)
+        for parameter, other in zip(parameters, gradients, strict=True):
             parameter.grad = other.grad
         for step in range(3):
             optimizer.step()
             assert all(state["step"].dtype is torch.float32 for state in optimizer.state.values())
             if step == 1:
-                optimizer.state[parameters[2]]["exp_avg"].mul_(0.5)
+                optimizer.state[parameters[0]]["exp_avg"].mul_(0.5)
                 optimizer.state[parameters[0]] = {**optimizer.state[parameters[0]], "step": 2}
                 optimizer.load_state_dict(optimizer.state_dict())
         return optimizer

@@ -43,13 +43,15 @@ def every_input() -> list[torchs.OptimizerInput]:
 
     Without `capturable`, which is refused.
     """
-    inputs = []
+    inputs, found = [], {}
     for device in ("cpu", "cuda", "mps"):
         inputs += INFOS[0].optim_inputs_func(device=device)
         inputs += torchs._get_optim_inputs_including_global_cliquey_kwargs(device, torch.float32, INFOS[0])
     for given in inputs:
         given.kwargs.pop("capturable", None)
-    return list({repr(given.kwargs): given for given in inputs}.values())
+        told = {name: value for name, value in given.kwargs.items() if (name, value) != ("foreach", False)}
+        found.setdefault(repr(told), given)
+    return list(found.values())
 
 
 def is_refused_by_torch(given: torchs.OptimizerInput) -> bool:
