@@ -218,8 +218,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         """As torch's; the group may carry `tier`, one of gpu, cpu and nvme."""
         if isinstance(param_group, dict):  # else torch says what is wrong
             self._refuse_what_cannot_be_honoured(param_group)
-            if param_group.get("foreach"):  # against the defaults, which say `fused` by now
-                param_group.setdefault("fused", False)
+            if param_group.get("foreach"):  # what a group asks for comes before the defaults, which have been settled
+                param_group.setdefault("fused", None)
+            elif param_group.get("fused"):
+                param_group.setdefault("foreach", None)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -285,5 +287,5 @@ def _settle_arithmetic(*groups: dict[str, Any]) -> None:
     Then torch's optimizer, given this state dict, keeps the same arithmetic.
     """
     for group in groups:
-        if "fused" in group and group["fused"] is None:
-            group["fused"] = not group.get("foreach")
+        if "fused" in group and group["fused"] is None and not group.get("foreach"):
+            group["fused"] = True

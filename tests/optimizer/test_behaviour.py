@@ -129,17 +129,42 @@ def test_a_group_overrides_every_option(setting: Make) -> None:
     assert differing == [False, *[True] * 6]
 
 
-@EVERY_SETTING
-def test_groups_may_ask_for_different_implementations(setting: Make) -> None:
-    def groups() -> list[dict[str, Any]]:
-        given: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": False}, {"fused": True}]
-        return [{"params": [p], **options} for p, options in zip(seeded(*[(4000,)] * 4), given, strict=True)]
+ASKED = {"foreach": {"foreach": True}, "for-loop": {"fused": False}, "fused": {"fused": True}}
+    "foreach": {"foreach": True},
+    "for-loop": {"fused": False},
+    "fused": {"fused": True},
+}
 
-    mine, theirs = setting(groups()), torch.optim.AdamW(groups())
-    theirs.param_groups[0]["fused"] = True  # which ours is when nothing is asked for
-    for optimizer in (mine, theirs):
-        train(optimizer, parameters_of(optimizer), range(3))
-    assert_same_optimizers(mine, theirs)
+
+@pytest.mark.parametrize("asked", ASKED)
+@EVERY_IMPLEMENTATION
+@EVERY_SETTING
+def test_a_group_gets_the_implementation_it_asks_for(setting: Make, flags: Any, asked: str) -> None:
+    """Whatever the other groups have; and torch's AdamW goes on with it."""
+    parameters, theirs = seeded((4000,), (4000,)), seeded((4000,), (4000,))
+    optimizer = setting([{"params": parameters[:1]}, {"params": parameters[1:], **ASKED[asked]}], lr=1e-2, **flags)
+    references = [fused(theirs[:1], lr=1e-2, **flags), fused(theirs[1:], lr=1e-2, **ASKED[asked])]
+    train(optimizer, parameters, range(3))
+    for step in range(3):
+        set_gradients(theirs, step)
+        for reference in references:
+            reference.step()
+    assert_same_parameters(parameters, theirs)
+    resumed = torch.optim.AdamW([{"params": theirs[:1]}, {"params": theirs[1:]}])
+    resumed.load_state_dict(optimizer.state_dict())
+    train(optimizer, parameters, range(3, 5))
+    train(resumed, theirs, range(3, 5))
+    assert_same_parameters(parameters, theirs)
+
+
+def test_implementations_differ_in_bits() -> None:
+    """Or the tests above tell nothing; but foreach and for-loop agree on the CPU, unless options are Tensors."""
+    found = []
+    for flags in IMPLEMENTATIONS.values():
+        parameters = seeded((4000,))
+        train(fused(parameters, lr=1e-2, **flags), parameters, range(3))
+        found.append(parameters[0].detach())
+    assert not torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 
 
 # -- kinds of parameters ----------------------------------------------------------------------------------------
