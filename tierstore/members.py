@@ -17,6 +17,8 @@ from tierstore.errors import PolicyError
 from tierstore.layout import as_real, is_dense
 from tierstore.rules import Rule
 
+UPDATED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -84,15 +86,40 @@ def may_still_be_sharded(parameter: Tensor) -> bool:
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
+def refuse_what_no_rule_updates(parameter: Tensor, gradient: Tensor) -> None:
+    """Raise for a parameter without values, or with values or a gradient of another kind than state's.
+
+    RuntimeError, for a dtype NotImplementedError, which is one.
+    """
+    if parameter.is_meta:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} has a gradient and is on the meta device, where it has no "
+            f"values: give the model values (`to_empty`, then initialise or load it) before the first step"
+        )
+    if parameter.dtype not in UPDATED_DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in UPDATED_DTYPES)
+        raise NotImplementedError(
+            f"a parameter of shape {tuple(parameter.shape)} has a gradient and is {parameter.dtype}, but cannot be "
+            f"updated: keep it without a gradient, or in one of {allowed}"
+        )
+    if parameter.is_complex() != gradient.is_complex():
+        raise RuntimeError(f"a gradient of {gradient.dtype} cannot update a parameter of {parameter.dtype}")
+
+
 def needs_state(parameter: Tensor) -> bool:
     """Whether a step may update the parameter."""
-    return parameter.requires_grad or parameter.grad is not None
+    return (parameter.requires_grad or parameter.grad is not None) and parameter.dtype in UPDATED_DTYPES
 
 
 def refuse_shared_memory(members: Sequence[Member]) -> None:
-    """Raise PolicyError if two parameters, or elements of one, are the same memory: bits would hang on chunk ends."""
+    """Raise PolicyError if two parameters, or elements of one, are the same memory: bits would hang on chunk ends.
+
+    RuntimeError for a parameter that is not dense.
+    """
     spans = []
     for member in members:
+        if member.parameter.layout is not torch.strided:
+            raise RuntimeError(f"parameter {member.name} is {member.parameter.layout}: keep it dense, as its state is")
         local = local_of(member.parameter)
         if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
             raise PolicyError(f"parameter {member.name} is an expanded tensor, whose elements share memory: clone() it")

@@ -22,13 +22,14 @@ from tierstore.build import Parts
 from tierstore.device import is_capturing
 from tierstore.errors import FailedStepError, PolicyError, StateDictError
 from tierstore.held import Held
+from tierstore.members import refuse_what_no_rule_updates
 from tierstore.normed import NormedWork
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.rules import NormedRule, Rule
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
 from tierstore.state_view import Handed, StateView, check_states, materialise
 from tierstore.tensors import TieredStore
-from tierstore.update import Participant, StepWork, refuse_unusable
+from tierstore.update import Participant, StepWork
 
 _KEPT = ("_step_supports_amp_scaling",)
 
@@ -96,7 +97,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     if parameter.grad.is_sparse:
                         raise RuntimeError(self.rule.sparse_advice)
-                    refuse_unusable(parameter, parameter.grad)
+                    refuse_what_no_rule_updates(parameter, parameter.grad)
                     found[parameter] += 1
         return found
 

@@ -43,17 +43,6 @@ class Participant(NamedTuple):
         return cls(local, gradient, times)
 
 
-UPDATABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
-
-
-def refuse_unusable(parameter: Tensor, gradient: Tensor) -> None:
-    """Raise if no formula can update a parameter of this dtype, or not with a gradient of that one."""
-    if parameter.dtype not in UPDATABLE:
-        raise NotImplementedError(f"a parameter of {parameter.dtype} has a gradient, but cannot be updated")
-    if parameter.is_complex() != gradient.is_complex():
-        raise RuntimeError(f"a gradient of {gradient.dtype} cannot update a parameter of {parameter.dtype}")
-
-
 @dataclass
 class StepWork:
     """One step's gradients and options, and how a chunk is updated with them."""

@@ -130,10 +130,6 @@ def test_a_group_overrides_every_option(setting: Make) -> None:
 
 
 ASKED = {"foreach": {"foreach": True}, "for-loop": {"fused": False}, "fused": {"fused": True}}
-    "foreach": {"foreach": True},
-    "for-loop": {"fused": False},
-    "fused": {"fused": True},
-}
 
 
 @pytest.mark.parametrize("asked", ASKED)
