@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.optimizer.cases import assert_same_parameters, seeded, set_gradients, train
+from tests.optimizer.cases import assert_same_parameters, seeded, train
 from tests.optimizer.settings import (
     EVERY_SETTING,
     InMemory,
@@ -254,35 +254,22 @@ def test_a_sparse_parameter_is_refused_as_such() -> None:
 # -- what torch's tools do --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_fused", [None, True])
 @EVERY_SETTING
-def test_a_grad_scaler_refuses_a_step_without_gradients_as_with_torchs(setting: Make) -> None:
-    """Gradients must not be gone before it looks. One that leaves the scale to the optimizer does not mind."""
+def test_a_grad_scaler_refuses_what_it_refuses_with_torchs(setting: Make, is_fused: bool | None) -> None:
+    """A closure; and a step without gradients, which must not be gone before it looks, unless asked to be fused."""
 
-    def refused(make: Make) -> tuple[type[Exception], str]:
-        scaler = scaler_in_use()
-        assert scaler.step(make(seeded((10,)), fused=True)) is None
-        return told(lambda: scaler.step(make(seeded((10,)))))
+    def refused(make: Make) -> list[tuple[type[Exception], str]]:
+        parameters, scaler = seeded((10,)), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = make(parameters, fused=is_fused)
+        scaler.scale(torch.zeros(1))  # it makes its tensors at the first loss
+        stories = [told(lambda: scaler.step(optimizer, closure=lambda: 7.0))]
+        if is_fused:
+            assert scaler.step(optimizer) is None
+            return stories
+        return [*stories, told(lambda: scaler.step(optimizer))]
 
     assert refused(setting) == refused(torch.optim.AdamW)
-
-
-@EVERY_SETTING
-def test_a_grad_scaler_refuses_a_closure_where_it_does_with_torchs(setting: Make) -> None:
-    """If, and only if, `fused=True` was said: the optimizer divides by the scale itself."""
-
-    def refused(make: Make) -> tuple[type[Exception], str]:
-        scaler, parameters = scaler_in_use(), seeded((10,))
-        set_gradients(parameters, 0)
-        assert scaler.step(make(parameters), closure=lambda: 7.0) == 7.0
-        return told(lambda: scaler.step(make(parameters, fused=True), closure=lambda: 7.0))
-
-    assert refused(setting) == refused(torch.optim.AdamW)
-
-
-def scaler_in_use() -> torch.amp.GradScaler:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(1))  # it makes its tensors at the first loss
-    return scaler
 
 
 @pytest.mark.parametrize("kept", ["gradients", "views"])
