@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.optimizer.cases import assert_same_parameters, bits, laid_out, same_bits, seeded, set_gradients, train
+from tests.optimizer.cases import (
+    assert_same_parameters,
+    bits,
+    laid_out,
+    same_bits,
+    seeded,
+    set_gradients,
+    small_policy,
+    train,
+)
 from tests.optimizer.settings import (
     EVERY_IMPLEMENTATION,
     EVERY_SETTING,
@@ -25,6 +35,7 @@ from tests.optimizer.settings import (
     parameters_of,
     trained,
 )
+from tierstore.optimizer import TieredAdam, TieredAdamW, TieredSGD
 
 pytestmark = pytest.mark.usefixtures("swap_folder")
 
@@ -290,6 +301,28 @@ def test_it_does_not_step_if_infinities_were_found(setting: Make, found: float) 
     optimizer.step()
     reference.step()
     assert_same_optimizers(optimizer, reference)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("cls", [TieredAdamW, TieredAdam, TieredSGD])
+def test_a_group_of_any_implementation_is_trained_on_unscaled_gradients(cls: Any, asked: str, tmp_path: Path) -> None:
+    """With `fused=True` a GradScaler leaves the division to the optimizer; a group may ask for another implementation.
+
+    torch's own optimizers refuse the for-loop there, in the middle of training.
+    """
+    options = {"lr": 0.1} | ({"momentum": 0.9} if cls is TieredSGD else {"eps": 1.0})
+    parameters, others = seeded((6000,), (3,)), seeded((6000,), (3,))
+    groups = [{"params": parameters, **ASKED[asked]}]
+    optimizer = cls(groups, fused=True, policy=small_policy(tmp_path), **options)
+    unscaled = cls(others, policy=small_policy(tmp_path), **options, **ASKED[asked])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # for these steps; a power of two, so that the division is exact
+    for step in range(3):
+        set_gradients(parameters, step, scale=1024.0)
+        scaler.scale(torch.zeros(1))
+        scaler.step(optimizer)
+        scaler.update()
+        train(unscaled, others, [step])
+    assert_same_parameters(parameters, others)
 
 
 @EVERY_IMPLEMENTATION

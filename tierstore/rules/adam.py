@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from tierstore.rules.base import Pieces, Rule, arithmetic_of, on_device
+from tierstore.rules.base import Pieces, Rule, arithmetic_of, on_device, unscaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class AdamRule(Rule):
         else:
             formula: Any = adamw if options.is_decoupled else adam
             before = [step - 1 for step in pieces.steps]
+            lists = (pieces.parameters, unscaled(pieces.gradients, grad_scale), exp_avgs, exp_avg_sqs, largest)
             formula(*lists, before, **numbers, foreach=options.arithmetic == "foreach", fused=False)
 
 

@@ -127,7 +127,7 @@ class Rule(ABC):
         """Apply one step to plain pieces, no two of the same elements.
 
         `is_first`: it is their first step, and all moments are zero. Gradients keep their values, unless `grad_scale`
-        is given: a 1-element tensor that they are divided by, and which only fused kernels are ever given.
+        is given: a 1-element tensor that they are divided by, and which is there only if `fused=True` was asked for.
         """
 
     def update_in_cuts(self, cuts: Sequence[Pieces], options: Any) -> None:
@@ -193,6 +193,13 @@ def arithmetic_of(group: Mapping[str, Any]) -> str:
 def step_count(steps: float = 0.0) -> Tensor:
     """A step count: a float32 scalar on the CPU, whatever the process has set as its default dtype and device."""
     return torch.tensor(steps, dtype=torch.float32, device="cpu")
+
+
+def unscaled(gradients: list[Tensor], grad_scale: Tensor | None) -> list[Tensor]:
+    """Gradients divided by a GradScaler's scale, for formulas that do not do it themselves as fused kernels do."""
+    if grad_scale is None:
+        return gradients
+    return [gradient / grad_scale.to(gradient.device) for gradient in gradients]
 
 
 def on_device(steps: list[Tensor], device: torch.device) -> list[Tensor]:

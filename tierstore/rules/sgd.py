@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from tierstore.rules.base import Pieces, Rule, arithmetic_of
+from tierstore.rules.base import Pieces, Rule, arithmetic_of, unscaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,7 @@ class SGDRule(Rule):
             return
         given: list[Any] = list(buffers) if buffers and not is_first else [None] * len(pieces.parameters)
         formula: Any = sgd
-        formula(
-            pieces.parameters, pieces.gradients, given, **numbers, foreach=options.arithmetic == "foreach", fused=False
-        )
+        gradients = unscaled(pieces.gradients, grad_scale)
+        formula(pieces.parameters, gradients, given, **numbers, foreach=options.arithmetic == "foreach", fused=False)
         if buffers and is_first:
             torch._foreach_copy_(buffers, given)
