@@ -315,7 +315,7 @@ def test_a_group_of_any_implementation_is_trained_on_unscaled_gradients(cls: Any
     groups = [{"params": parameters, **ASKED[asked]}]
     optimizer = cls(groups, fused=True, policy=small_policy(tmp_path), **options)
     unscaled = cls(others, policy=small_policy(tmp_path), **options, **ASKED[asked])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # for these steps; a power of two, so that the division is exact
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # and stays so; a power of two divides exactly
     for step in range(3):
         set_gradients(parameters, step, scale=1024.0)
         scaler.scale(torch.zeros(1))

@@ -175,3 +175,19 @@ def trained_on(optimizer: Any) -> Any:
         if name.endswith("_hooks"):
             getattr(optimizer, name).clear()
     return optimizer
+
+
+@EVERY_SETTING
+def test_no_attribute_ever_hides_the_state(setting: Make) -> None:
+    """torch assigns `state` in its constructor, in loads and in `__setstate__`; what is left in `__dict__` stays."""
+    model, optimizer = trained(setting)
+    twin, copied = copy.deepcopy((model, optimizer))
+    loaded = setting(network().parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    emptied = pickle.loads(pickle.dumps(optimizer))
+    emptied.state = {}
+    for one in (optimizer, copied, loaded, emptied):
+        assert "state" not in vars(one)
+    go_on(twin, copied, range(2, 3))
+    assert [len(one.state) for one in (optimizer, copied, loaded, emptied)] == [5, 5, 5, 0]
+    assert copied.state[next(twin.parameters())]["step"] == 3
