@@ -340,6 +340,7 @@ def test_gradients_are_not_written_to(setting: Make, flags: Any) -> None:
         assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, gradients, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph:UserWarning")
 @EVERY_SETTING
 def test_gradients_with_a_graph_are_taken_as_values(setting: Make) -> None:
     """`backward(create_graph=True)` leaves such ones."""

@@ -55,7 +55,7 @@ def overheard(make: Make) -> list[Any]:
             assert given is optimizer
             kinds = [sorted(one) if isinstance(one, dict) else len(one) for one in rest]
             first = next(model.parameters())
-            heard.append((name, kinds, float(first.sum()), sorted(optimizer.state[first])))
+            heard.append((name, kinds, float(first.detach().sum()), sorted(optimizer.state[first])))
 
         return hear
 

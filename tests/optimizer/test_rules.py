@@ -124,7 +124,7 @@ def test_groups_may_ask_for_formulas_of_their_own(make: Any, like: Any, tmp_path
         train(optimizer, mine, range(3))
         train(reference, theirs, range(3))
         assert_same_parameters(mine, theirs)
-        assert [group["fused"] for group in optimizer.param_groups] == [False, False, True, False]
+        assert [group["fused"] for group in optimizer.param_groups] == [None, False, True, None]
 
 
 # -- against the papers -----------------------------------------------------------------------------------------
