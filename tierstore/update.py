@@ -19,7 +19,6 @@ from tierstore.kernels import Manner, Scratch, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
 from tierstore.rules import Pieces, step_count
-from tierstore.rules.base import arithmetic_of
 
 
 class Participant(NamedTuple):
@@ -68,12 +67,6 @@ class StepWork:
     ) -> Self:
         """Prepare a step; changes nothing."""
         options = [binding.rule.options(group) for group in groups]
-        taking_part = {binding.members[position].group for position in participants}
-        if grad_scale is not None and any(arithmetic_of(groups[number]) != "fused" for number in taking_part):
-            raise AssertionError(  # as by torch, whose other formulas would take gradients as they are
-                "a GradScaler has set grad_scale, which only the fused formula divides by: leave `fused` and `foreach` "
-                "out of the groups, or `fused=True` out of the optimizer's arguments"
-            )
         new = frozenset(participants.keys() - binding.steps.keys())
         return cls(binding, participants, options, scratch, grad_scale, _advanced(binding, participants), new)
 

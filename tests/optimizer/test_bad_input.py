@@ -210,25 +210,6 @@ def test_parameters_of_a_dtype_that_cannot_be_updated_are_refused_by_name(dtype:
     assert not optimizers[1].state
 
 
-@pytest.mark.parametrize("asked", [{"foreach": True, "fused": False}, {"fused": False}], ids=["foreach", "for-loop"])
-def test_a_scale_for_a_group_that_is_not_fused_is_refused_as_by_torch(asked: dict[str, Any], tmp_path: Path) -> None:
-    """Else its gradients would be taken as they are, thousands of times too large."""
-
-    def attempt(make: Callable[..., torch.optim.Optimizer]) -> tuple[list[Any], Exception]:
-        parameters = seeded(*SHAPES)
-        optimizer = make([{"params": parameters[:1]}, {"params": parameters[1:], **asked}], fused=True)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.zeros(1))
-        set_gradients(parameters, 0)
-        return parameters, error_of(lambda: scaler.step(optimizer))
-
-    _, wanted = attempt(torchs)
-    parameters, found = attempt(lambda groups, **options: tiered(groups, tmp_path, **options))
-    assert type(found) is type(wanted)
-    assert "grad_scale" in str(found)
-    assert_same_parameters(parameters, seeded(*SHAPES))
-
-
 # -- state dicts of other optimizers ----------------------------------------------------------------------------
 
 TAKEN_OVER = {"Adam", "AdamW", "RAdam"}
