@@ -1,5 +1,6 @@
 """Says who may call a store, and when: one thread at a time, in the process that made it, until it is closed.
 
+Keeps outside what modes of torch a caller is in: inference mode, and a default device.
 Owns the end of what a store is built from, too. No finalizer touches state: what closes the doers knows only them, does
 nothing in a fork, and is handed to a thread of its own when the garbage collector happens to run on one of theirs.
 """
