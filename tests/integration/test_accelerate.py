@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.integration.conftest import AssertResumed, Make, NoteDifference, Pair
 from tests.integration.ranks import Ranks
@@ -23,6 +21,7 @@ from tests.integration.tiny import (
     fused,
     largest_difference,
     steps_counted,
+    tell_accelerate_of_ranks,
     tiered,
     use_scaler_on_cpu,
 )
@@ -218,8 +217,7 @@ def _shard(accelerator: Any) -> None:
 def _train_on_ranks(folder: Path, way: str, kind: str) -> float:
     from accelerate.state import AcceleratorState
 
-    rank, count = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, MASTER_ADDR="localhost", MASTER_PORT="0")
+    tell_accelerate_of_ranks()
     AcceleratorState._reset_state(reset_partial_state=True)
 
     def make(parameters: Any) -> TieredAdamW:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tests.integration.tiny import (
     largest_difference,
     policy,
     steps_counted,
+    tell_accelerate_of_ranks,
     use_scaler_on_cpu,
 )
 from tierstore import TieredAdamW
@@ -321,8 +321,7 @@ def test_checkpoint_of_low_precision_parameters_has_their_masters(train: Train, 
 
 
 def _train_on_ranks(folder: Path) -> float:
-    rank, count = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, MASTER_ADDR="localhost", MASTER_PORT="0")
+    tell_accelerate_of_ranks()
     transformers.logging.set_verbosity_error()
 
     def run(name: str, tiers: str | None, **options: Any) -> Run:

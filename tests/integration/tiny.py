@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tierstore import TieredAdamW
@@ -114,6 +116,13 @@ def use_scaler_on_cpu(accelerator: Any) -> None:
 def tiered(parameters: Any, folder: Path, tiers: str = "cpu-nvme", **options: Any) -> TieredAdamW:
     """Make the optimizer under test."""
     return TieredAdamW(parameters, **{**OPTIONS, **options}, policy=policy(tiers, folder))
+
+
+def tell_accelerate_of_ranks() -> None:
+    """Set what a launcher sets; with one thread each, where accelerate would take what spins on the others' cores."""
+    rank, count = str(dist.get_rank()), str(dist.get_world_size())
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update(launched, OMP_NUM_THREADS="1")
 
 
 def steps_counted(optimizer: torch.optim.Optimizer) -> int:
