@@ -23,7 +23,8 @@ from torch.testing._internal import common_optimizers as torchs
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_utils import TestCase, parametrize, subtest
 
-torch.backends.__allow_nonbracketed_mutation_flag = True  # which torch.testing takes from the whole process
+# torch.testing takes from the whole process, and so from frameworks that other tests run, the right to set flags.
+torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 INFOS = [
     torchs.OptimizerInfo(
@@ -87,6 +88,11 @@ def told(cls: Any, given: torchs.OptimizerInput) -> tuple[type, str]:
         except Exception as error:
             return type(error), str(error)
     return caught[-1].category, str(caught[-1].message)
+
+
+def test_importing_torchs_machinery_leaves_the_flags_of_backends_settable() -> None:
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
+    assert not torch.backends.flags_frozen()
 
 
 @pytest.mark.usefixtures("swap_folder")
