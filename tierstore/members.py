@@ -102,7 +102,7 @@ def refuse_what_no_rule_updates(parameter: Tensor, gradient: Tensor) -> None:
             f"a parameter of shape {tuple(parameter.shape)} has a gradient and is {parameter.dtype}, but cannot be "
             f"updated: keep it without a gradient, or in one of {allowed}"
         )
-    if parameter.is_complex() != gradient.is_complex():
+    if gradient.dtype not in UPDATED_DTYPES or parameter.is_complex() != gradient.is_complex():
         raise RuntimeError(f"a gradient of {gradient.dtype} cannot update a parameter of {parameter.dtype}")
 
 
