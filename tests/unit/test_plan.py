@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 
 import pytest
 
+from tests.calls import calls_of
 from tests.simulator import RandomLife, Simulation
 from tierstore.errors import CapacityError, TransferError
 from tierstore.placement import ENOUGH_EXTENTS, Need, pipeline_needs, spread
@@ -338,20 +337,10 @@ def test_planning_takes_time_in_proportion_to_the_chunks() -> None:
 
 
 def calls_to_plan(count: int) -> int:
-    """Calls that planning a first step makes, whatever the machine does meanwhile."""
-    calls = 0
-
-    def hear(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
+    """Calls that planning a first step makes."""
     chunks = views(dict.fromkeys(range(count)), compute="gpu")
-    sys.setprofile(hear)
-    try:
-        plan_step(range(count), range(count), chunks, {"gpu": 100, "cpu": 100, "nvme": count}, LINE)
-    finally:
-        sys.setprofile(None)
-    return calls
+    room = {"gpu": 100, "cpu": 100, "nvme": count}
+    return calls_of(lambda: plan_step(range(count), range(count), chunks, room, LINE))
 
 
 @pytest.mark.long
