@@ -60,6 +60,12 @@ class Binding:
         blueprint = draw(self.members, groups, policy, parts)
         self.rule = rule
         self.policy = policy
+        self._fields = tuple(state_fields(member, policy) for member in self.members)
+        self.stateless = frozenset(  # what a step must update besides the chunks
+            position
+            for position, member in enumerate(self.members)
+            if not self._fields[position] and member.form.numel()
+        )
         self.plant = blueprint.plant
         self.layout = blueprint.layout
         self._infos = blueprint.infos
@@ -127,7 +133,7 @@ class Binding:
 
     def fields_of(self, position: int) -> tuple[Field, ...]:
         """The fields that a parameter's state has in the tiers."""
-        return state_fields(self.members[position], self.policy)
+        return self._fields[position]
 
     # -- state --------------------------------------------------------------------------------------------------
 

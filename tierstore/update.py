@@ -81,14 +81,13 @@ class StepWork:
 
     def update_stateless(self) -> None:
         """Update the parameters that have no state, and so no chunk, where they are."""
-        for position, participant in self.participants.items():
-            member = self.binding.members[position]
-            if not self.binding.fields_of(position) and member.form.numel():
-                flat = _Flat.of(participant)
-                pieces = Pieces([flat.parameter], [flat.gradient], {}, [], [self.steps[position]])
-                for turn in range(participant.times):
-                    self._apply(pieces, member.group, is_first=position in self.new and turn == 0)
-                flat.put_back()
+        for position in sorted(self.binding.stateless & self.participants.keys()):
+            participant, group = self.participants[position], self.binding.members[position].group
+            flat = _Flat.of(participant)
+            pieces = Pieces([flat.parameter], [flat.gradient], {}, [], [self.steps[position]])
+            for turn in range(participant.times):
+                self._apply(pieces, group, is_first=position in self.new and turn == 0)
+            flat.put_back()
 
     def count(self) -> None:
         """Count the step, which is done, in every participant that has something to show for it."""
