@@ -96,7 +96,7 @@ def in_plain_torch() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())  # which leaving inference mode had turned off
-        if torch.get_default_device().type != "cpu":
+        if torch.empty(0).device.type != "cpu":  # by `set_default_device` or in a `with torch.device(...)`
             modes.enter_context(torch.device("cpu"))
         yield
 

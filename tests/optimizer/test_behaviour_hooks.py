@@ -83,12 +83,14 @@ def overheard(make: Make) -> list[Any]:
         optimizer.load_state_dict(optimizer.state_dict())
         heard.append("done")
 
-    use()
-    for handle in handles[::2]:
-        handle.remove()
-    use()
-    for handle in handles[1::2]:
-        handle.remove()
+    try:
+        use()
+        for handle in handles[::2]:
+            handle.remove()
+        use()
+    finally:  # global hooks outlive a failure
+        for handle in handles:
+            handle.remove()
     use()
     return heard
 
