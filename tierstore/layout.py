@@ -211,7 +211,8 @@ def in_storage_order_of(parameter: Tensor, values: Tensor) -> Tensor:
     if values is not parameter:
         values = values.resolve_neg()  # a gradient whose storage holds the negative of what it shows
     if parameter.is_contiguous() or not is_dense(parameter):
-        return values.contiguous().flatten()
+        values = values.contiguous()
+        return values if values.dim() == 1 else values.flatten()
     if _steps(values) == _steps(parameter):
         return values.as_strided((values.numel(),), (1,), values.storage_offset())
     copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=values.dtype, device=values.device)

@@ -19,6 +19,8 @@ from tierstore.rules import Rule
 
 UPDATED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
+_ORDINARY = (Tensor, torch.nn.Parameter)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -60,6 +62,8 @@ class Member:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, as real numbers: a DTensor's shard, a complex tensor's pairs."""
+    if type(tensor) in _ORDINARY and not tensor.is_complex():  # as nearly all are: spare them the questions
+        return tensor.detach() if tensor.requires_grad else tensor
     local = getattr(tensor, "_local_tensor", tensor)
     if hasattr(local, "wait"):  # what a collective that may still be under way will give
         local = local.wait()
@@ -72,6 +76,8 @@ def sharded_like(parameter: Tensor, values: Tensor) -> Tensor:
     A collective unless they are sharded alike already (gradients under sequence parallelism are partial sums, say): all
     ranks call it for the same parameters in the same order.
     """
+    if type(parameter) in _ORDINARY:
+        return values
     wanted, found = getattr(parameter, "_spec", None), getattr(values, "_spec", None)
     if wanted is None or found is None or (wanted.placements, wanted.mesh) == (found.placements, found.mesh):
         return values

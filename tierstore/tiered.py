@@ -76,30 +76,40 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}.step() reads and writes files: it cannot be captured in a CUDA graph"
             )
         with self._held.alone():
-            gradients = self._gradients()
-            if gradients and not self._is_skipped():
-                self._step(gradients)
+            taking_part, again = self._taking_part()
+            if taking_part and not self._is_skipped():
+                self._step(taking_part, again)
         return loss
 
-    def _step(self, gradients: Counter[Tensor]) -> None:
+    def _step(self, taking_part: Mapping[int, Tensor], again: Counter[int]) -> None:
         binding, handed = self.bound()
         handed.absorb()
         try:
-            self._update({binding.position[id(p)]: Participant.of(p, times) for p, times in gradients.items()}, binding)
+            participants = {
+                binding.position[key]: Participant.of(parameter, 1 + again[key])
+                for key, parameter in taking_part.items()
+            }
+            self._update(participants, binding)
         finally:
             handed.forget()  # if the step broke off, what was handed out is no longer what the store holds
 
-    def _gradients(self) -> Counter[Tensor]:
-        """The parameters that have gradients, and how often each occurs in its group."""
-        found: Counter[Tensor] = Counter()
+    def _taking_part(self) -> tuple[dict[int, Tensor], Counter[int]]:
+        """The parameters that have gradients, by id, and how often each occurs in its group once more."""
+        found: dict[int, Tensor] = {}
+        again: Counter[int] = Counter()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    if parameter.grad.is_sparse:
-                        raise RuntimeError(self.rule.sparse_advice)
-                    refuse_what_no_rule_updates(parameter, parameter.grad)
-                    found[parameter] += 1
-        return found
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.is_sparse:
+                    raise RuntimeError(self.rule.sparse_advice)
+                refuse_what_no_rule_updates(parameter, gradient)
+                key = id(parameter)
+                if key in found:
+                    again[key] += 1
+                found[key] = parameter
+        return found, again
 
     def _is_skipped(self) -> bool:
         """Whether a GradScaler found infinities: then nothing changes, step counts included."""
