@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from tierstore.layout import (
     in_storage_order_of,
     make_layout,
 )
-from tierstore.members import Member, identity_of, local_of, needs_state, refuse_shared_memory, survey
+from tierstore.members import NONE, Member, WithState, identity_of, local_of, needs_state, refuse_shared_memory, survey
 from tierstore.placement import Room
 from tierstore.policy import TierPolicy
 from tierstore.results import Results
@@ -52,11 +52,12 @@ class Binding:
         policy: TierPolicy,
         parts: Parts,
         *,
-        with_state: Iterable[object] = (),
+        with_state: WithState = NONE,
     ) -> None:
         self.members = survey(groups, rule, with_state)
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
         self.steps: dict[int, Tensor] = {}  # by position; a parameter has state exactly when it is here
+        self.unbegun: set[int] = set()  # of those, the ones whose state was without moments: the next step begins them
         blueprint = draw(self.members, groups, policy, parts)
         self.rule = rule
         self.policy = policy
@@ -101,35 +102,36 @@ class Binding:
                     stacklevel=2,
                 )
 
-    def is_current(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> bool:
+    def is_current(self, groups: Sequence[Mapping[str, Any]], with_state: WithState = NONE) -> bool:
         """Whether the parameters in `groups` are still those bound, and all that need it have room for state."""
         present = dict.fromkeys(map(id, (parameter for group in groups for parameter in group["params"])))
-        positions = [self.position.get(parameter) for parameter in (*present, *map(id, with_state))]
-        return positions[: len(present)] == list(range(len(self.members))) and all(
-            self.is_current_at(position, groups, is_covered=number >= len(present))
-            for number, position in enumerate(positions)
-            if position is not None
-        )
+        if [self.position.get(parameter) for parameter in present] != list(range(len(self.members))):
+            return False
+        held = {self.position.get(id(parameter)): names for parameter, names in with_state.items()}
+        return all(self.is_current_at(position, groups, held.get(position)) for position in range(len(self.members)))
 
-    def is_current_at(self, position: int, groups: Sequence[Mapping[str, Any]], *, is_covered: bool) -> bool:
-        """Whether one parameter is still as it was bound. `is_covered`: it must have room, even if it is frozen."""
+    def is_current_at(
+        self, position: int, groups: Sequence[Mapping[str, Any]], written: Collection[str] | None = None
+    ) -> bool:
+        """Whether one parameter is still as it was bound. `written`: it must have room for these, even if frozen."""
         member = self.members[position]
+        if member.group >= len(groups):
+            return False
+        group = groups[member.group]
         return (
-            member.group < len(groups)
-            and member.identity == self._identity_at(member, groups[member.group])
-            and (member.is_covered or not (is_covered or needs_state(member.parameter)))
+            member.identity == identity_of(member.parameter, group.get("tier"))
+            and all(name in member.moments for name in self.rule.moments_of(group))
+            and (member.is_covered or (written is None and not needs_state(member.parameter)))
+            and (not written or all(name in member.moments for name in self.rule.moments if name in written))
         )
-
-    def _identity_at(self, member: Member, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return identity_of(member.parameter, self.rule.moments_of(group), group.get("tier"))
 
     def keeps_state(self, position: int) -> bool:
         """Whether a parameter that has stepped has anything to show for it."""
         return self.rule.counts_steps or bool(self.fields_of(position))
 
-    def with_state(self) -> list[Tensor]:
-        """The parameters that have state."""
-        return [self.members[position].parameter for position in sorted(self.steps)]
+    def with_state(self) -> dict[Tensor, tuple[str, ...]]:
+        """The parameters that have state, and the fields of the rule that they have."""
+        return {self.members[position].parameter: self.members[position].moments for position in sorted(self.steps)}
 
     def fields_of(self, position: int) -> tuple[Field, ...]:
         """The fields that a parameter's state has in the tiers."""
@@ -192,6 +194,7 @@ class Binding:
     def discard(self) -> None:
         """Make all state fresh, reading none of it; what went wrong with it no longer matters. May be repeated."""
         self.steps.clear()
+        self.unbegun.clear()
         self._in_record = None
         for number in self._infos:
             if self.store.holds(number):

@@ -8,7 +8,7 @@ they are given: torch replaces them on every load.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +21,7 @@ from tierstore.device import may_still_move_to_accelerator
 from tierstore.errors import FailedStepError, LeaseError, StoreClosedError
 from tierstore.guard import alone
 from tierstore.kernels import Scratch
-from tierstore.members import local_of, may_still_be_sharded, survey
+from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
 from tierstore.policy import TierPolicy
 from tierstore.rules import Rule
 from tierstore.state_view import Handed, carried, check_states, materialise, write_state
@@ -53,11 +53,10 @@ class Held:
         """Be the only thread inside, with signals deferred: nothing here is ever left half done by one."""
         return alone(self._lock, "the optimizer")
 
-    def check_fits(self, groups: Groups, with_state: Iterable[object] = ()) -> None:
+    def check_fits(self, groups: Groups, with_state: WithState = NONE) -> None:
         """Find out before training whether all state will find room; later, for parameters that may still change.
 
-        Raises CapacityError or PolicyError; before anything is bound, SwapError or DiskFullError too. `with_state`:
-        parameters that have state, frozen or not.
+        Raises CapacityError or PolicyError; before anything is bound, SwapError or DiskFullError too.
         """
         if any(is_lazy(parameter) for group in groups for parameter in group["params"]):
             return  # of no shape yet
@@ -65,17 +64,14 @@ class Held:
         if not any(_may_still_change(member.parameter) for member in members):
             draw(members, groups, self.policy, self.parts).check_fits(is_first=self.binding is None)
 
-    def bound(self, groups: Groups, with_state: Collection[object] = ()) -> tuple[Binding, Handed]:
-        """The binding of the parameters in `groups` as they are now, with all state in it, and what it handed out.
-
-        `with_state`: parameters that must have room for state, even if they are frozen.
-        """
+    def bound(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
+        """The binding of the parameters in `groups` as they are now, with all state in it, and what it handed out."""
         with self.alone():
             self.refuse_if_closed()
-            covered = [*with_state, *(self.pending or ())]
+            covered = {**with_state, **(self.pending or {})}
             if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered):
                 self._unbind(groups, covered)
-                covered = [*with_state, *(self.pending or ())]
+                covered = {**with_state, **(self.pending or {})}
                 self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered)
                 self._handed = Handed(self.binding)
                 self._tell_once(self.binding)
@@ -92,9 +88,9 @@ class Held:
         binding, handed = self.binding, self._handed
         if binding is not None and handed is not None and self.pending is None and not self._is_closed:
             position = binding.position.get(id(parameter))
-            if position is not None and binding.is_current_at(position, groups, is_covered=is_written):
+            if position is not None and binding.is_current_at(position, groups, () if is_written else None):
                 return binding, handed, position
-        binding, handed = self.bound(groups, [parameter] if is_written else [])
+        binding, handed = self.bound(groups, {parameter: ()} if is_written else NONE)
         position = binding.position.get(id(parameter))
         if position is None:
             raise KeyError(parameter)
@@ -129,7 +125,7 @@ class Held:
             self._has_told = True
             binding.tell_what_is_missing()
 
-    def _unbind(self, groups: Groups, covered: Collection[object]) -> None:
+    def _unbind(self, groups: Groups, covered: WithState) -> None:
         """Take all state out of a binding that is no longer current, for the next one to load; nothing is lost."""
         if self.binding is None or self._handed is None:
             return
@@ -143,7 +139,7 @@ class Held:
         states = self.pending
         if states is None and self.binding.steps:
             states = carried(self.binding, materialise(self.binding, self._handed), groups)
-        self.check_fits(groups, [*covered, *(states or ())])
+        self.check_fits(groups, {**covered, **(states or {})})
         self.binding.close()
         self.binding, self._handed, self.pending = None, None, states
 

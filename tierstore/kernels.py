@@ -150,14 +150,17 @@ def self_test(rule: Rule, options: Any, dtype: torch.dtype) -> None:
 
     def pieces() -> Pieces:
         fields = {name: [moment.clone()] for name, moment in zip(rule.moments, moments, strict=True)}
-        return Pieces([values.clone()], [gradient], fields, [], [step_count(3.0)])
+        return Pieces([values.clone()], [gradient.clone()], fields, [], [step_count(3.0)])
 
     whole, cut = pieces(), pieces()
     rule.update_in_cuts([whole], options)
     rule.update_in_cuts(
         [cut.cut(0, at, min(CUT_ELEMENTS, elements - at)) for at in range(0, elements, CUT_ELEMENTS)], options
     )
-    results = zip([whole.parameters, *whole.moments.values()], [cut.parameters, *cut.moments.values()], strict=True)
+    results = [
+        *zip([whole.parameters, *whole.moments.values()], [cut.parameters, *cut.moments.values()], strict=True),
+        *((pieces.gradients, [gradient]) for pieces in (whole, cut)),  # which a rule leaves as they are
+    ]
     if not all(torch.allclose(one[0], other[0], rtol=0, atol=0, equal_nan=True) for one, other in results):
         raise InvariantError(
             f"torch {torch.__version__} updates a tensor of {dtype} by {rule.name} to other bits when it is cut at "

@@ -5,9 +5,10 @@ A `Member` describes one parameter as it was when it was looked at. It holds no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from tierstore.layout import as_real, is_dense
 from tierstore.rules import Rule
 
 UPDATED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+WithState = Mapping[Any, Collection[str]]
+"""Parameters that must have room for state, frozen or not, and the names in their states (a state itself will do)."""
+NONE: WithState = MappingProxyType({})
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
@@ -30,7 +35,7 @@ class Member:
     group: int
     name: str
     is_covered: bool  # has room for state
-    moments: tuple[str, ...]  # the fields that its group's options ask for
+    moments: tuple[str, ...]  # the fields that its group's options ask for, and those that its state has besides
     dtype: torch.dtype
     form: Tensor  # shape, strides and dtype of `local_of(parameter)`; on meta, and not changed when the parameter is
     identity: tuple[Any, ...]
@@ -56,7 +61,7 @@ class Member:
             moments,
             getattr(parameter, "_local_tensor", parameter).dtype,
             torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
-            identity_of(parameter, moments, tier),
+            identity_of(parameter, tier),
         )
 
 
@@ -139,12 +144,12 @@ def refuse_shared_memory(members: Sequence[Member]) -> None:
             )
 
 
-def survey(groups: Sequence[Mapping[str, Any]], rule: Rule, with_state: Iterable[object] = ()) -> list[Member]:
-    """List the distinct parameters of all groups in order. `with_state`: those that have state, frozen or not."""
-    held = set(map(id, with_state))
+def survey(groups: Sequence[Mapping[str, Any]], rule: Rule, with_state: WithState = NONE) -> list[Member]:
+    """List the distinct parameters of all groups in order."""
+    held = {id(parameter): names for parameter, names in with_state.items()}
     members: dict[int, Member] = {}
     for number, group in enumerate(groups):
-        moments, tier = rule.moments_of(group), group.get("tier")
+        asked, tier = rule.moments_of(group), group.get("tier")
         for parameter, name in zip_longest(group["params"], group.get("param_names", ())[: len(group["params"])]):
             if id(parameter) in members:
                 continue
@@ -153,13 +158,13 @@ def survey(groups: Sequence[Mapping[str, Any]], rule: Rule, with_state: Iterable
                 number,
                 name=name or f"param.{len(members)}",
                 is_covered=needs_state(parameter) or id(parameter) in held,
-                moments=moments,
+                moments=tuple(name for name in rule.moments if name in asked or name in held.get(id(parameter), ())),
                 tier=tier,
             )
     return list(members.values())
 
 
-def identity_of(parameter: Tensor, moments: tuple[str, ...], tier: str | None) -> tuple[Any, ...]:
+def identity_of(parameter: Tensor, tier: str | None) -> tuple[Any, ...]:
     """What must stay the same for a layout to stay right."""
     local = getattr(parameter, "_local_tensor", parameter)
-    return (id(parameter), local.dtype, local.device, local.shape, local.stride(), moments, tier)
+    return (id(parameter), local.dtype, local.device, local.shape, local.stride(), tier)

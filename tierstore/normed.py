@@ -54,15 +54,17 @@ class NormedWork(StepWork):
     def _update(self, chunk: Chunk, record: Tensor) -> None:
         is_second_visit = chunk.number in self._visited
         self._visited.add(chunk.number)
-        for (_, is_new, group, *_), numbers in self.batches_of(chunk).items():
+        for alike, numbers in self.batches_of(chunk).items():
             if not is_second_visit:
                 pieces = self.pieces_of(chunk, record, numbers)
-                if is_new:
+                if alike.is_new:
                     begin(pieces)
-                self._measure(pieces, group, [chunk.spans[number] for number in numbers])
+                self._measure(pieces, alike.group, [chunk.spans[number] for number in numbers])
             ready = [number for number in numbers if self._is_ready(chunk.spans[number])]
             if ready:
-                self._change(self.pieces_of(chunk, record, ready), group, [chunk.spans[number] for number in ready])
+                self._change(
+                    self.pieces_of(chunk, record, ready), alike.group, [chunk.spans[number] for number in ready]
+                )
 
     def _is_ready(self, span: Span) -> bool:
         return span.parameter in self._scales and span not in self._changed

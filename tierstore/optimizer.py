@@ -97,10 +97,11 @@ class TieredAdam(TieredOptimizer, torch.optim.Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
         policy: PolicyLike = None,
         tiers: Sequence[str] | None = None,
-        **newer: bool,  # what torch has added since 2.6: `decoupled_weight_decay`
     ) -> None:
+        newer = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}  # torch 2.6 does not have it
         super().__init__(
             params,
             lr,
@@ -211,6 +212,8 @@ def _check(*, lr: float | Tensor, betas: tuple[Any, Any], weight_decay: float, e
         raise ValueError(f"Invalid learning rate: {lr}")
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}")
+    if len(betas) != 2:
+        raise ValueError(f"betas must be a pair, not {betas}")
     for number, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {number}: {beta}")

@@ -76,7 +76,7 @@ def check_and_wrap(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]
         wrapped[key] = Loaded(state)
     groups = [_with_own_of(group, packed) for group, packed in zip(present, saved, strict=True)]
     loaded = [{**packed, "params": group["params"]} for group, packed in zip(present, groups, strict=True)]
-    optimizer.check_fits(loaded, [by_key[key][0] for key, state in state_dict["state"].items() if state])
+    optimizer.check_fits(loaded, {by_key[key][0]: state for key, state in state_dict["state"].items() if state})
     return {**state_dict, "state": wrapped, "param_groups": groups}
 
 

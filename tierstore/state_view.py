@@ -237,7 +237,16 @@ def write_state(binding: Binding, handed: Handed, states: Mapping[int, Mapping[s
         handed.forget_fields(position, values.get(position, (*binding.rule.moments, MASTER)))
         if position not in steps:
             binding.steps.pop(position, None)
+        _note_moments(binding, position, states[position], is_whole)
     binding.steps.update(steps)
+
+
+def _note_moments(binding: Binding, position: int, state: Mapping[str, Any], is_whole: bool) -> None:
+    """Note whether a state that was written has the rule's moments; only of some rules one may be without."""
+    if any(name in given(state) for name in binding.rule.moments):
+        binding.unbegun.discard(position)
+    elif is_whole and not binding.rule.needed and given(state):
+        binding.unbegun.add(position)
 
 
 def check_states(rule: Rule, groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, Any]) -> None:
@@ -300,6 +309,8 @@ def check_state(rule: Rule, parameter: Tensor, name: str, state: Mapping[str, An
     for field in (*rule.moments, MASTER):
         if field in values:
             _check_value(parameter, f"{field} of {name}", values[field])
+        elif field in state and not is_whole and field != MASTER:
+            raise StateDictError(f"{field} of {name} cannot be {state[field]!r}: delete the parameter's whole state")
     step = state.get(STEP, 0.0)
     is_number = (
         step.numel() == 1 and not step.is_complex() if isinstance(step, Tensor) else isinstance(step, int | float)
@@ -328,7 +339,8 @@ def _check_value(parameter: Tensor, what: str, value: object) -> None:
 def field_order(binding: Binding, position: int) -> tuple[str, ...]:
     """The names of a parameter's fields in the rule's order, then `master`."""
     names = {field.name for field in binding.fields_of(position)}
-    return tuple(name for name in (*binding.rule.moments, MASTER) if name in names)
+    moments = () if position in binding.unbegun else binding.rule.moments
+    return tuple(name for name in (*moments, MASTER) if name in names)
 
 
 def names_of(binding: Binding, position: int) -> tuple[str, ...]:
@@ -376,7 +388,7 @@ def _fields_to_write(
     """The values to write: those given, and for a new state zeros and the parameter itself for those not given."""
     parameter = binding.members[position].parameter
     values: dict[str, Tensor] = {}
-    for name in field_order(binding, position):
+    for name in (field.name for field in binding.fields_of(position)):
         value = state.get(name)
         if handed.is_unchanged(position, name, value):
             continue

@@ -207,8 +207,9 @@ class ChunkStore(Guarded):
         return self._broken_off
 
     def fail(self, story: str) -> None:
-        """Refuse further runs, for the reason told, until `forgive`."""
+        """Refuse further runs, for the reason told, until `forgive`; what has run counts as broken off."""
         self._failure = story
+        self._broken_off = self._broken_off or ()
 
     def forgive(self) -> None:
         """Allow runs again: whoever calls has put parameters and state right."""

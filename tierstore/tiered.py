@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,7 +22,7 @@ from tierstore.build import Parts
 from tierstore.device import is_capturing
 from tierstore.errors import FailedStepError, PolicyError, StateDictError
 from tierstore.held import Held
-from tierstore.members import refuse_what_no_rule_updates
+from tierstore.members import NONE, WithState, refuse_what_no_rule_updates
 from tierstore.normed import NormedWork
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.rules import NormedRule, Rule
@@ -98,6 +98,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         found: dict[int, Tensor] = {}
         again: Counter[int] = Counter()
         for group in self.param_groups:
+            self._refuse_what_cannot_be_honoured(group)
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if gradient is None:
@@ -129,21 +130,19 @@ class TieredOptimizer(torch.optim.Optimizer):
         turns_round = is_alternating and len(order) < 1.5 * len(set(order))  # else most of it has come back already
         try:
             binding.run(order, chunks[::-1] if turns_round else chunks, work.use, is_step=True)
+            work.update_stateless()
         except BaseException as error:
             self._tell_failure(binding, work, error)
             raise
-        work.update_stateless()
         work.count()
         self._held.is_reversed ^= turns_round
 
     def _tell_failure(self, binding: Binding, work: StepWork, error: BaseException) -> None:
-        """If chunks were updated before the error, say which parameters, and refuse steps until state is loaded."""
-        chunks = binding.store.broken_off
-        if chunks is None or isinstance(error, FailedStepError):
+        """If anything was updated before the error, say which parameters, and refuse steps until state is loaded."""
+        touched = work.touched(binding.store.broken_off or ())
+        if isinstance(error, FailedStepError) or (binding.store.broken_off is None and not touched):
             return
-        touched = {span.parameter for number in chunks for span in binding.layout.chunks[number].spans}
-        done = sorted(touched & work.finished)
-        part = sorted((touched & set(work.participants)) - work.finished)
+        done, part = sorted(touched & work.finished), sorted(touched - work.finished)
         story = (
             f"parameters and state no longer belong to one step. Updated: {binding.names_of(done)}; in part: "
             f"{binding.names_of(part)}; all others not. Load parameters and optimizer state from a checkpoint: "
@@ -154,18 +153,15 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     # -- binding ------------------------------------------------------------------------------------------------
 
-    def bound(self, *, with_state: Collection[object] = ()) -> tuple[Binding, Handed]:
-        """The binding of the parameters as they are now, made or made again if need be, with all state in it.
-
-        `with_state`: parameters that must have room for state, even if they are frozen.
-        """
-        return self._held.bound(self.param_groups, with_state)
+    def bound(self) -> tuple[Binding, Handed]:
+        """The binding of the parameters as they are now, made or made again if need be, with all state in it."""
+        return self._held.bound(self.param_groups)
 
     def bound_for(self, parameter: object, *, is_written: bool = False) -> tuple[Binding, Handed, int]:
         """The binding and the parameter's position; looks at the other parameters only if this one has changed."""
         return self._held.bound_for(self.param_groups, parameter, is_written=is_written)
 
-    def check_fits(self, groups: Sequence[Mapping[str, Any]], with_state: Iterable[object] = ()) -> None:
+    def check_fits(self, groups: Sequence[Mapping[str, Any]], with_state: WithState = NONE) -> None:
         """Find out whether all state will find room in the tiers; see `Held.check_fits`."""
         self._held.check_fits(groups, with_state)
 
@@ -278,6 +274,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{name} does not support `capturable`: a step reads and writes files, which no graph can capture"
             )
+        if "fused" not in self.defaults and (options.get("foreach") or options.get("fused") is not None):
+            raise RuntimeError(f"{name} has one formula: leave `foreach` and `fused` out of its groups")
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -295,8 +293,10 @@ class TieredOptimizer(torch.optim.Optimizer):
 def _settle_arithmetic(*groups: dict[str, Any]) -> None:
     """Where neither torch's foreach nor its for-loop was asked for it is fused, whatever torch's default becomes.
 
-    Then torch's optimizer, given this state dict, keeps the same arithmetic.
+    Then torch's optimizer, given this state dict, keeps the same arithmetic; but torch's fused formula refuses complex
+    parameters.
     """
     for group in groups:
-        if "fused" in group and group["fused"] is None and not group.get("foreach"):
-            group["fused"] = True
+        if "fused" in group and not group.get("foreach") and group["fused"] is not False:
+            is_complex = any(parameter.is_complex() for parameter in group.get("params", ()))
+            group["fused"] = None if is_complex else True

@@ -79,21 +79,30 @@ class StepWork:
         chunk = self.binding.layout.chunks[number]
         self.binding.plant.launch(chunk.cls.compute, lambda: self._update(chunk, record))
 
+    def touched(self, chunks: Iterable[int]) -> set[int]:
+        """The participants in chunks that were used, and those without state that were updated."""
+        spans = (span for number in chunks for span in self.binding.layout.chunks[number].spans)
+        return self.finished | (self.participants.keys() & {span.parameter for span in spans})
+
     def update_stateless(self) -> None:
         """Update the parameters that have no state, and so no chunk, where they are."""
         for position in sorted(self.binding.stateless & self.participants.keys()):
             participant, group = self.participants[position], self.binding.members[position].group
             flat = _Flat.of(participant)
             pieces = Pieces([flat.parameter], [flat.gradient], {}, [], [self.steps[position]])
-            for turn in range(participant.times):
-                self._apply(pieces, group, is_first=position in self.new and turn == 0)
+            for _ in range(participant.times):
+                self._apply(pieces, group, is_first=position in self.new)
             flat.put_back()
+            self.finished.add(position)
 
     def count(self) -> None:
         """Count the step, which is done, in every participant that has something to show for it."""
         for position in self.new:
             if self.binding.keeps_state(position):
                 self.binding.steps[position] = step_count()
+        for position in self.binding.unbegun & self.participants.keys():
+            if self.binding.rule.begins_moments(self.options[self.binding.members[position].group]):
+                self.binding.unbegun.discard(position)
         kept = [position for position in self.steps if position in self.binding.steps]
         if kept:
             counts = [self.binding.steps[position] for position in kept]
@@ -104,14 +113,21 @@ class StepWork:
         return any(span.parameter in self.participants for span in chunk.spans)
 
     def _update(self, chunk: Chunk, record: Tensor) -> None:
-        for (turn, is_new, group, *_), numbers in self.batches_of(chunk).items():
+        for alike, numbers in self.batches_of(chunk).items():
             pieces = self.pieces_of(chunk, record, numbers)
-            if is_new and turn == 0:
+            if alike.is_new and alike.turn == 0:
                 begin(pieces)
-            self._apply(pieces, group, is_first=is_new and turn == 0)
+            self._apply(self._in_turn(pieces, chunk, alike, numbers), alike.group, is_first=alike.is_first)
         for span in chunk.spans:
             if span.parameter in self.participants:
                 self.end_span(span)
+
+    def _in_turn(self, pieces: Pieces, chunk: Chunk, alike: _Alike, numbers: Sequence[int]) -> Pieces:
+        """Count the steps of parameters that occur more than once turn by turn, if the formula does."""
+        if not self.binding.rule.counts_turns(self.options[alike.group]):
+            return pieces
+        left = [self.participants[chunk.spans[number].parameter].times - 1 - alike.turn for number in numbers]
+        return pieces._replace(steps=[step - more for step, more in zip(pieces.steps, left, strict=True)])
 
     def _apply(self, pieces: Pieces, group: int, *, is_first: bool) -> None:
         """Give pieces of one group to the rule."""
@@ -141,8 +157,9 @@ class StepWork:
             participant = self.participants.get(span.parameter)
             if participant is not None:
                 gradient, is_new = participant.gradient, span.parameter in self.new
+                is_first = is_new or span.parameter in self.binding.unbegun
                 for turn in range(participant.times):
-                    key = (turn, is_new, span.group, gradient.dtype, gradient.device)
+                    key = _Alike(turn, is_new, is_first, span.group, gradient.dtype, gradient.device)
                     batches.setdefault(key, []).append(number)
         return batches
 
@@ -165,8 +182,15 @@ class StepWork:
             self.finished.add(span.parameter)
 
 
-_Alike = tuple[int, bool, int, torch.dtype, torch.device]
-"""Turn (of a parameter that occurs more than once), whether state is new, group, the gradient's dtype and device."""
+class _Alike(NamedTuple):
+    """What spans that are updated together have in common."""
+
+    turn: int  # of a parameter that occurs more than once
+    is_new: bool  # its state has to be made
+    is_first: bool  # its moments begin, in all turns, as torch has it
+    group: int
+    dtype: torch.dtype  # of the gradient
+    device: torch.device
 
 
 @dataclass(slots=True)

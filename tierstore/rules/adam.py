@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from tierstore.rules.base import Pieces, Rule, arithmetic_of, on_device, unscaled
+from tierstore.rules.base import Pieces, Rule, arithmetic_of, as_number, on_device, unscaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,12 @@ class AdamRule(Rule):
     def options(self, group: Mapping[str, Any]) -> AdamOptions:
         """A group's options as numbers."""
         arithmetic, (beta1, beta2) = arithmetic_of(group), group["betas"]
-        as_is = arithmetic == "for-loop"
         return AdamOptions(
             arithmetic,
             self.is_decoupled(group),
-            group["lr"] if as_is else float(group["lr"]),
-            beta1 if as_is else float(beta1),
-            beta2 if as_is else float(beta2),
+            as_number(group["lr"], arithmetic),
+            as_number(beta1, arithmetic),
+            as_number(beta2, arithmetic),
             float(group["eps"]),
             float(group["weight_decay"]),
             amsgrad=bool(group["amsgrad"]),
@@ -69,6 +68,10 @@ class AdamRule(Rule):
     def is_one_pass(self, options: AdamOptions) -> bool:
         """The fused kernel is."""
         return options.arithmetic == "fused"
+
+    def counts_turns(self, options: AdamOptions) -> bool:
+        """torch's for-loop does."""
+        return options.arithmetic == "for-loop"
 
     def update(self, pieces: Pieces, options: AdamOptions, *, is_first: bool, grad_scale: Tensor | None) -> None:
         """Apply one step to plain pieces."""

@@ -122,6 +122,14 @@ class Rule(ABC):
         """Whether `update` goes over memory once, so that long pieces need not be cut into tiles for the cache."""
         return False
 
+    def counts_turns(self, options: Any) -> bool:
+        """Whether a parameter that occurs twice in its group is updated with two counts, not twice with the last."""
+        return False
+
+    def begins_moments(self, options: Any) -> bool:
+        """Whether a step with these options begins moments that a state was without."""
+        return True
+
     @abstractmethod
     def update(self, pieces: Pieces, options: Any, *, is_first: bool, grad_scale: Tensor | None) -> None:
         """Apply one step to plain pieces, no two of the same elements.
@@ -185,9 +193,15 @@ def blocks_of(elements: int) -> int:
 
 def arithmetic_of(group: Mapping[str, Any]) -> str:
     """Which of torch's formulas a group asks for, `fused`, `foreach` or `for-loop`: they round differently."""
-    if group.get("foreach"):
-        return "foreach"
-    return "for-loop" if group.get("fused") is False else "fused"
+    if group.get("fused") or not (group.get("foreach") or group.get("fused") is False):
+        return "fused"
+    return "foreach" if group.get("foreach") else "for-loop"
+
+
+def as_number(option: float | Tensor, arithmetic: str) -> float | Tensor:
+    """An option as a number; torch's for-loop rounds a Tensor as it is. Raises TypeError for what is no number."""
+    number = float(option)
+    return option if arithmetic == "for-loop" else number
 
 
 def step_count(steps: float = 0.0) -> Tensor:

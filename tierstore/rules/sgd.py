@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from tierstore.rules.base import Pieces, Rule, arithmetic_of, unscaled
+from tierstore.rules.base import Pieces, Rule, arithmetic_of, as_number, unscaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class SGDRule(Rule):
     name = "SGD"
     moments = ("momentum_buffer",)
     needed = ()
-    needed_options = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+    needed_options = ("lr", "momentum", "dampening", "weight_decay")
     counts_steps = False
     sparse_advice = "TieredSGD does not support sparse gradients, use torch.optim.SGD for these parameters"
 
@@ -45,7 +45,7 @@ class SGDRule(Rule):
         arithmetic = arithmetic_of(group)
         return SGDOptions(
             arithmetic,
-            group["lr"] if arithmetic == "for-loop" else float(group["lr"]),
+            as_number(group["lr"], arithmetic),
             float(group["momentum"]),
             float(group["dampening"]),
             float(group["weight_decay"]),
@@ -56,6 +56,10 @@ class SGDRule(Rule):
     def is_one_pass(self, options: SGDOptions) -> bool:
         """The fused kernel is."""
         return options.arithmetic == "fused"
+
+    def begins_moments(self, options: SGDOptions) -> bool:
+        """Not without momentum."""
+        return options.momentum != 0
 
     def update(self, pieces: Pieces, options: SGDOptions, *, is_first: bool, grad_scale: Tensor | None) -> None:
         """Apply one step to plain pieces."""
@@ -76,6 +80,8 @@ class SGDRule(Rule):
         given: list[Any] = list(buffers) if buffers and not is_first else [None] * len(pieces.parameters)
         formula: Any = sgd
         gradients = unscaled(pieces.gradients, grad_scale)
+        if options.nesterov and gradients is pieces.gradients:
+            gradients = [gradient.clone() for gradient in gradients]  # torch's foreach adds the buffers to them
         formula(pieces.parameters, gradients, given, **numbers, foreach=options.arithmetic == "foreach", fused=False)
         if buffers and is_first:
             torch._foreach_copy_(buffers, given)
