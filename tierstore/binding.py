@@ -104,8 +104,11 @@ class Binding:
 
     def is_current(self, groups: Sequence[Mapping[str, Any]], with_state: WithState = NONE) -> bool:
         """Whether the parameters in `groups` are still those bound, and all that need it have room for state."""
-        present = dict.fromkeys(map(id, (parameter for group in groups for parameter in group["params"])))
-        if [self.position.get(parameter) for parameter in present] != list(range(len(self.members))):
+        present: dict[int, int] = {}  # the number of each one's group, which its chunks are updated by
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                present.setdefault(id(parameter), number)
+        if list(present.items()) != [(id(member.parameter), member.group) for member in self.members]:
             return False
         held = {self.position.get(id(parameter)): names for parameter, names in with_state.items()}
         return all(self.is_current_at(position, groups, held.get(position)) for position in range(len(self.members)))

@@ -8,6 +8,8 @@ they are given: torch replaces them on every load.
 from __future__ import annotations
 
 import threading
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,11 +22,13 @@ from tierstore.build import Parts
 from tierstore.device import may_still_move_to_accelerator
 from tierstore.errors import FailedStepError, LeaseError, StoreClosedError
 from tierstore.guard import alone
+from tierstore.handed import Handed
 from tierstore.kernels import Scratch
 from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
 from tierstore.policy import TierPolicy
 from tierstore.rules import Rule
-from tierstore.state_view import Handed, carried, check_states, materialise, write_state
+from tierstore.state_view import Views
+from tierstore.states import carried, check_states, materialise, write_state
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -44,6 +48,9 @@ class Held:
         self.scratch = Scratch()
         self.is_reversed = False
         self.parts = parts
+        self.views: Views = weakref.WeakValueDictionary()
+        self.aside: dict[Tensor, dict[str, Any]] = {}
+        """States of tensors that have left the groups: kept, as torch keeps them, until they are deleted or return."""
         self._handed: Handed | None = None
         self._lock = threading.RLock()
         self._has_told = False  # what of the policy does not come to bear: once is enough
@@ -68,16 +75,19 @@ class Held:
         """The binding of the parameters in `groups` as they are now, with all state in it, and what it handed out."""
         with self.alone():
             self.refuse_if_closed()
-            covered = {**with_state, **(self.pending or {})}
+            returned = {p: state for p, state in self.aside.items() if self.knows(groups, p)}
+            covered = {**with_state, **(self.pending or {}), **returned}
             if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered):
                 self._unbind(groups, covered)
-                covered = {**with_state, **(self.pending or {})}
+                covered = {**with_state, **(self.pending or {}), **returned}
                 self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered)
                 self._handed = Handed(self.binding)
                 self._tell_once(self.binding)
             if self.pending is not None:
                 self._load(groups, self.binding, self._handed, self.pending)
                 self.pending = None  # not before all is written: a load that fails is made again by the next call
+            if returned:
+                self._take_back(self.binding, self._handed, returned)
             return self.binding, self._handed
 
     def bound_for(self, groups: Groups, parameter: object, *, is_written: bool) -> tuple[Binding, Handed, int]:
@@ -117,6 +127,7 @@ class Held:
         with self.alone():
             self._is_closed = True
             self._handed = self.pending = None
+            self.aside = {}
             if self.binding is not None:
                 self.binding.close()
 
@@ -137,11 +148,31 @@ class Held:
                 f"name ({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore apart"
             )
         states = self.pending
+        left: dict[Tensor, dict[str, Any]] = {}
         if states is None and self.binding.steps:
-            states = carried(self.binding, materialise(self.binding, self._handed), groups)
+            states, left = carried(self.binding, materialise(self.binding, self._handed), groups)
         self.check_fits(groups, {**covered, **(states or {})})
+        self._put_aside(left)
         self.binding.close()
         self.binding, self._handed, self.pending = None, None, states
+
+    def _put_aside(self, left: Mapping[Tensor, dict[str, Any]]) -> None:
+        if left:
+            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in list(left)[:8])
+            warnings.warn(
+                f"tierstore: {len(left)} parameters with state have left param_groups (shapes {shapes}): their state "
+                f"stays in optimizer.state, but not in tiers and state dicts, until it is deleted or they return",
+                UserWarning,
+                stacklevel=2,
+            )
+            self.aside |= left
+
+    def _take_back(self, binding: Binding, handed: Handed, returned: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Give parameters that have returned the state that was kept for them, unless a load has replaced all state."""
+        back = {binding.position[id(p)]: state for p, state in returned.items() if p in self.aside}
+        write_state(binding, handed, back, is_whole=True)
+        for parameter in returned:
+            self.aside.pop(parameter, None)
 
     def _load(
         self, groups: Groups, binding: Binding, handed: Handed, states: Mapping[Tensor, Mapping[str, Any]]

@@ -13,7 +13,8 @@ from typing import Any, SupportsFloat
 from torch import Tensor
 
 from tierstore.errors import StateDictError
-from tierstore.state_view import ParameterState, check_state, materialise
+from tierstore.state_view import ParameterState
+from tierstore.states import check_state, materialise
 
 OWN_OPTIONS = ("tier", "fused", "foreach", "capturable", "differentiable")
 """Where state lives and how it is computed is an optimizer's own affair: a load leaves it as it is."""

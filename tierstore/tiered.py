@@ -21,13 +21,15 @@ from tierstore.binding import Binding
 from tierstore.build import Parts
 from tierstore.device import is_capturing
 from tierstore.errors import FailedStepError, PolicyError, StateDictError
+from tierstore.handed import Handed
 from tierstore.held import Held
 from tierstore.members import NONE, WithState, refuse_what_no_rule_updates
 from tierstore.normed import NormedWork
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.rules import NormedRule, Rule
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
-from tierstore.state_view import Handed, StateView, check_states, materialise
+from tierstore.state_view import StateView, Views, let_go
+from tierstore.states import check_states, materialise
 from tierstore.tensors import TieredStore
 from tierstore.update import Participant, StepWork
 
@@ -108,9 +110,15 @@ class TieredOptimizer(torch.optim.Optimizer):
                 refuse_what_no_rule_updates(parameter, gradient)
                 key = id(parameter)
                 if key in found:
+                    self._refuse_in_two_groups(parameter)
                     again[key] += 1
                 found[key] = parameter
         return found, again
+
+    def _refuse_in_two_groups(self, parameter: Tensor) -> None:
+        """As torch does, and for one that was put into a second group by hand, too: which options would count?"""
+        if sum(any(parameter is other for other in group["params"]) for group in self.param_groups) > 1:
+            raise ValueError("some parameters appear in more than one parameter group")
 
     def _is_skipped(self) -> bool:
         """Whether a GradScaler found infinities: then nothing changes, step counts included."""
@@ -190,7 +198,18 @@ class TieredOptimizer(torch.optim.Optimizer):
         pending = {parameter: unwrap(state) for parameter, state in states.items()}
         if pending:  # torch's constructor resets the state before there are groups
             check_states(self.rule, self.param_groups, pending)
-        self._held.pending = pending
+        let_go(self.views)
+        self._held.aside, self._held.pending = {}, pending
+
+    @property
+    def views(self) -> Views:
+        """The views of state that somebody still has."""
+        return self._held.views
+
+    @property
+    def aside(self) -> dict[Tensor, dict[str, Any]]:
+        """The states of tensors that were parameters and are no longer, as plain dicts; see `Held.aside`."""
+        return self._held.aside
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, all tensors on the CPU; low-precision parameters have a `master` more.
@@ -199,11 +218,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         mappings of an unnamed file in the swap folder.
         """
         with self._held.alone():
+            if self.has_state():
+                self.bound()
             handle = self.register_state_dict_post_hook(materialise_entries, prepend=True)
+            aside, self._held.aside = self._held.aside, {}  # torch numbers what is in the groups only
             try:
                 return super().state_dict()
             finally:
                 handle.remove()
+                self._held.aside = aside
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class, or torch's of the same algorithm, saved; state stays in its tiers and its dtype.

@@ -496,31 +496,118 @@ def test_state_goes_with_its_parameter_when_groups_are_rearranged(tmp_path: Path
     assert_same_parameters(found, wanted)
 
 
-@pytest.mark.parametrize("change", ["shape", "fewer", "shape in place"])
-def test_state_that_no_longer_has_a_place_is_a_clear_error_and_is_not_lost(change: str, tmp_path: Path) -> None:
+def test_a_parameter_with_state_that_has_another_shape_is_a_clear_error_and_its_state_is_not_lost(
+    tmp_path: Path,
+) -> None:
     parameters = seeded((500,), (300,))
     optimizer = TieredAdamW(parameters, policy=small_policy(tmp_path))
     train(optimizer, parameters, range(2))
     wanted = optimizer.state_dict()["state"][1]["exp_avg"]
-    group = optimizer.param_groups[0]
-    if change == "fewer":
-        del group["params"][1]
-    elif change == "shape":
-        group["params"][1] = nn.Parameter(torch.zeros(301))
-    else:
-        parameters[1].data = torch.zeros(301)
-    set_gradients(group["params"], 2)
+    parameters[1].data = torch.zeros(301)
+    set_gradients(parameters, 2)
     for _ in range(2):
         with pytest.raises(StateDictError, match=r"param\.1"):
             optimizer.step()
-    if change == "shape in place":
-        parameters[1].data = torch.zeros(300)
-        parameters[1].grad = None
-    group["params"][:] = parameters
+    parameters[1].data = torch.zeros(300)
+    parameters[1].grad = None
     assert same_bits(optimizer.state[parameters[1]]["exp_avg"], wanted)
-    del optimizer.state[parameters[1]]
-    del group["params"][1]
     optimizer.step()
+
+
+@pytest.mark.parametrize("tiers", FourTiers.names[:2])
+@pytest.mark.parametrize("change", ["taken out", "replaced by another shape", "its group taken out"])
+def test_a_parameter_that_left_the_groups_keeps_its_state_as_with_torch(
+    change: str, tiers: str, tmp_path: Path
+) -> None:
+    """The others train on; the state stays in `optimizer.state`, and is there again when the parameter returns."""
+
+    def run(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        parameters = seeded((3000,), (300,), (70,))
+        optimizer = make([{"params": parameters[:1]}, {"params": parameters[1:2]}, {"params": parameters[2:]}])
+        train(optimizer, parameters, range(2))
+        left, groups = parameters[1], list(optimizer.param_groups)
+        if change == "its group taken out":
+            del optimizer.param_groups[1]
+        elif change == "taken out":
+            groups[1]["params"].clear()
+        else:
+            groups[1]["params"][0] = nn.Parameter(torch.ones(20))
+        others = [p for group in optimizer.param_groups for p in group["params"]]
+        train(optimizer, others, range(2, 4))
+        assert left in optimizer.state and len(optimizer.state) == len(others) + 1
+        kept = {name: value.clone() for name, value in optimizer.state[left].items()}
+        groups[1]["params"][:] = [left]
+        optimizer.param_groups[:] = groups
+        train(optimizer, parameters, range(4, 6))
+        return [*parameters, *others], kept
+
+    def make(groups: Any) -> TieredAdamW:
+        optimizer = TieredAdamW(groups, policy=small_policy(tmp_path, tiers.split()))
+        made.append(optimizer)
+        return optimizer
+
+    made: list[TieredAdamW] = []
+    with pytest.warns(UserWarning, match=r"have left param_groups \(shapes \(300,\)\)"):
+        mine, kept = run(make)
+    theirs, wanted = run(lambda groups: torch.optim.AdamW(groups, fused=True))
+    assert_same_parameters(mine, theirs)
+    assert kept.keys() == wanted.keys() and all(same_bits(kept[name], value) for name, value in wanted.items())
+    made[0].close()
+
+
+def test_state_of_a_parameter_that_left_may_be_deleted_and_is_in_no_state_dict(tmp_path: Path) -> None:
+    parameters = seeded((500,), (300,))
+    with TieredAdamW(parameters, policy=small_policy(tmp_path)) as optimizer:
+        train(optimizer, parameters, range(2))
+        del optimizer.param_groups[0]["params"][1]
+        with pytest.warns(UserWarning, match="have left"):
+            optimizer.step()
+        assert optimizer.state_dict()["state"].keys() == {0}
+        assert optimizer.state.pop(parameters[1])["step"] == 2
+        assert parameters[1] not in optimizer.state
+        optimizer.param_groups[0]["params"].append(parameters[1])
+        assert parameters[1] not in optimizer.state
+
+
+MOVES: dict[str, Callable[[list[dict[str, Any]]], None]] = {
+    "to the group before": lambda groups: groups[0]["params"].append(groups[1]["params"].pop(0)),
+    "to a new group": lambda groups: groups.append({**groups[1], "params": [groups[1]["params"].pop()], "lr": 0.3}),
+    "all by one": lambda groups: groups.insert(0, {**groups[0], "params": [], "lr": 0.3}),
+    "merged": lambda groups: groups[0]["params"].extend([groups[1]["params"].pop(0), groups[1]["params"].pop(0)]),
+    "made anew": lambda groups: (
+        groups.__setitem__(
+            slice(None), [{**groups[0], "params": groups[0]["params"] + groups[1]["params"][:1]}, dict(groups[1])]
+        )
+        or groups[1].__setitem__("params", groups[1]["params"][1:])
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_parameters_moved_between_groups_have_the_options_of_the_group_they_are_in(move: str, tmp_path: Path) -> None:
+    """The flat order of parameters stayed the same, and they kept the options of the old group without a word."""
+
+    def run(make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor]:
+        parameters = seeded((3000,), (300,), (70,))
+        optimizer = make([{"params": parameters[:1], "lr": 1e-1}, {"params": parameters[1:], "lr": 1e-4}])
+        train(optimizer, parameters, range(2))
+        MOVES[move](optimizer.param_groups)
+        train(optimizer, parameters, range(2, 4))
+        return list(parameters)
+
+    mine = run(lambda groups: TieredAdamW(groups, policy=small_policy(tmp_path)))
+    assert_same_parameters(mine, run(lambda groups: torch.optim.AdamW(groups, fused=True)))
+
+
+def test_a_parameter_put_into_a_second_group_by_hand_is_refused_as_by_torchs_constructor(tmp_path: Path) -> None:
+    parameters = seeded((500,), (300,))
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+    with TieredAdamW(groups, policy=small_policy(tmp_path)) as optimizer:
+        train(optimizer, parameters, range(1))
+        optimizer.param_groups[1]["params"].append(parameters[0])
+        set_gradients(parameters, 1)
+        with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+            optimizer.step()
 
 
 def test_growth_beyond_the_room_there_is_loses_nothing(tmp_path: Path) -> None:

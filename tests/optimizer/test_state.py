@@ -249,7 +249,7 @@ def test_state_of_a_parameter_that_is_not_the_optimizers_is_refused_and_changes_
     _, optimizer = trained(tmp_path)
     before = optimizer.state_dict()
     stranger = nn.Parameter(torch.zeros(3))
-    with pytest.raises(KeyError):
+    with pytest.raises(StateDictError, match=r"a tensor of shape \(3,\) is in none of the param_groups"):
         optimizer.state[stranger] = {"step": 1, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
     with pytest.raises(StateDictError):
         optimizer.state = {stranger: {"step": 1, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}}

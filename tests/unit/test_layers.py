@@ -19,8 +19,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "do": ("signals", "device", "pressure", "io", "swapfile", "tiers", "transfer"),
     "join": ("flights", "traffic", "guard", "store", "build", "piecestore", "tensors"),
     "use": (
-        *("rules", "kernels", "results", "members", "binding", "state_view", "state_dicts", "update", "normed", "held"),
-        *("tiered", "optimizer"),
+        *("rules", "kernels", "results", "members", "binding", "handed", "states", "state_view", "state_dicts"),
+        *("update", "normed", "held", "tiered", "optimizer"),
     ),
     "front": ("", "demo", "cli", "__main__"),
 }
