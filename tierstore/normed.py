@@ -18,7 +18,7 @@ from tierstore.layout import Chunk, Span, as_real
 from tierstore.members import local_of
 from tierstore.rules import NormedRule, Pieces
 from tierstore.rules.base import blocks_of
-from tierstore.update import Participant, StepWork
+from tierstore.update import Participant, StepWork, parts_of
 
 
 @dataclass
@@ -54,16 +54,17 @@ class NormedWork(StepWork):
     def _update(self, chunk: Chunk, record: Tensor) -> None:
         is_second_visit = chunk.number in self._visited
         self._visited.add(chunk.number)
+        fields = parts_of(chunk, record)
         for alike, numbers in self.batches_of(chunk).items():
             if not is_second_visit:
-                pieces = self.pieces_of(chunk, record, numbers)
+                pieces = self.pieces_of(chunk, fields, numbers)
                 if alike.is_new:
                     begin(pieces)
                 self._measure(pieces, alike.group, [chunk.spans[number] for number in numbers])
             ready = [number for number in numbers if self._is_ready(chunk.spans[number])]
             if ready:
                 self._change(
-                    self.pieces_of(chunk, record, ready), alike.group, [chunk.spans[number] for number in ready]
+                    self.pieces_of(chunk, fields, ready), alike.group, [chunk.spans[number] for number in ready]
                 )
 
     def _is_ready(self, span: Span) -> bool:

@@ -113,8 +113,9 @@ class StepWork:
         return any(span.parameter in self.participants for span in chunk.spans)
 
     def _update(self, chunk: Chunk, record: Tensor) -> None:
+        fields = parts_of(chunk, record)
         for alike, numbers in self.batches_of(chunk).items():
-            pieces = self.pieces_of(chunk, record, numbers)
+            pieces = self.pieces_of(chunk, fields, numbers)
             if alike.is_new and alike.turn == 0:
                 begin(pieces)
             self._apply(self._in_turn(pieces, chunk, alike, numbers), alike.group, is_first=alike.is_first)
@@ -139,16 +140,13 @@ class StepWork:
         """How all pieces of this step are updated."""
         return Manner(self.scratch, self.binding.policy.check_parameters, as_whole)
 
-    def pieces_of(self, chunk: Chunk, record: Tensor, numbers: Sequence[int]) -> Pieces:
+    def pieces_of(self, chunk: Chunk, fields: Fields, numbers: Sequence[int]) -> Pieces:
         """The spans of a chunk with these numbers."""
         runs = [self._run_of(chunk.spans[number]) for number in numbers]
-        fields = {}
-        for kind in chunk.cls.fields:
-            parts = chunk.parts(record, kind.name)
-            fields[kind.name] = [parts[number] for number in numbers]
-        masters = fields.pop("master", [])
+        moments = {name: [parts[number] for number in numbers] for name, parts in fields.items()}
+        masters = moments.pop("master", [])
         steps = [self.steps[chunk.spans[number].parameter] for number in numbers]
-        return Pieces([values for values, _ in runs], [gradient for _, gradient in runs], fields, masters, steps)
+        return Pieces([values for values, _ in runs], [gradient for _, gradient in runs], moments, masters, steps)
 
     def batches_of(self, chunk: Chunk) -> dict[_Alike, list[int]]:
         """The numbers of the spans that can be updated together; a span is in as many as its parameter occurs."""
@@ -180,6 +178,15 @@ class StepWork:
             flat.put_back()
             del self._flat[span.parameter]
             self.finished.add(span.parameter)
+
+
+Fields = Mapping[str, Sequence[Tensor]]
+"""The fields of a record, each cut into the chunk's spans."""
+
+
+def parts_of(chunk: Chunk, record: Tensor) -> Fields:
+    """View a record field by field and span by span."""
+    return {kind.name: chunk.parts(record, kind.name) for kind in chunk.cls.fields}
 
 
 class _Alike(NamedTuple):

@@ -8,7 +8,7 @@ there; `kernels.self_test` compares. A rule that needs norms over whole paramete
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -115,8 +115,8 @@ class Rule(ABC):
         return self.moments
 
     @abstractmethod
-    def options(self, group: Mapping[str, Any]) -> Hashable:
-        """A group's options as numbers, for `update`."""
+    def options(self, group: Mapping[str, Any]) -> Any:
+        """A group's options as numbers, for `update`: a frozen dataclass, `lr` among its fields."""
 
     def is_one_pass(self, options: Any) -> bool:
         """Whether `update` goes over memory once, so that long pieces need not be cut into tiles for the cache."""
