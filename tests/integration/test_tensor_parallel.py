@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.integration.ranks import Ranks
 from tests.integration.tiny import assert_same_bits, assert_same_models, fused, tiered
+from tierstore import TieredLAMB
 
 WIDTH = 64
 
@@ -154,3 +155,24 @@ def _give_whole_gradient(folder: Path) -> str:
 
 def test_whole_gradient_of_a_sharded_parameter_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     assert "make it a DTensor" in two_ranks.run(_give_whole_gradient, tmp_path)[0]
+
+
+def _refuse_part_of_a_norm(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Replicate()]))
+    part = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+    for parameter in (whole, part):
+        parameter.grad = torch.ones_like(parameter)
+    with TieredLAMB([whole], policy={"tiers": {"cpu": {}}}) as optimizer:
+        optimizer.step()
+        assert (whole.to_local() < 1).all()
+    with (
+        TieredLAMB([part], policy={"tiers": {"cpu": {}}}) as optimizer,
+        pytest.raises(RuntimeError, match=r"param\.0 is sharded over ranks, and LAMB needs the norm of all of it"),
+    ):
+        optimizer.step()
+    assert (part.to_local() == 1).all()
+
+
+def test_lamb_refuses_a_parameter_of_which_it_sees_only_a_part(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_refuse_part_of_a_norm, tmp_path)

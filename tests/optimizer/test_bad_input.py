@@ -182,11 +182,12 @@ def test_numbers_that_torch_computes_with_are_computed_with(value: float, option
         assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("formula", [{}, {"foreach": True}, {"fused": False}], ids=str)
 @pytest.mark.parametrize("lr", [None, "fast", [0.1], torch.zeros(2)], ids=str)
-def test_a_rate_that_is_no_number_fails_the_step_and_changes_nothing(lr: Any, tmp_path: Path) -> None:
+def test_a_rate_that_is_no_number_fails_the_step_and_changes_nothing(lr: Any, formula: Any, tmp_path: Path) -> None:
     """torch says one thing or another, by formula; so may we, if it is an error of the value's type."""
     parameters = seeded(*SHAPES)
-    optimizer = tiered(parameters, tmp_path)
+    optimizer = tiered(parameters, tmp_path, **formula)
     train(optimizer, parameters, range(2))
     set_gradients(parameters, 3)
     optimizer.param_groups[0]["lr"] = lr

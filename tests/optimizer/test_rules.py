@@ -61,6 +61,7 @@ SGD: list[dict[str, Any]] = [
     {"weight_decay": 0.1, "maximize": True},
     {"momentum": 0.9},
     {"momentum": 0.8, "dampening": 0.5, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True},  # torch's foreach adds into the gradients then
     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "maximize": True},
     {"lr": torch.tensor(3e-3), "momentum": 0.9},
 ]
@@ -351,7 +352,7 @@ def test_sgd_may_be_given_momentum_later_and_have_it_taken(tmp_path: Path) -> No
     mine, theirs = seeded(*SHAPES), seeded(*SHAPES)
     with TieredSGD(mine, policy=small_policy(tmp_path)) as optimizer:
         reference = torch.optim.SGD(theirs, fused=True)
-        for momentum in (0.0, 0.9, 0.5, 0.0):
+        for momentum in (0.0, 0.9, 0.5, 0.0, 0.9, 0.0):
             for either, parameters in ((optimizer, mine), (reference, theirs)):
                 either.param_groups[0]["momentum"] = momentum
                 train(either, parameters, range(2))
