@@ -69,7 +69,15 @@ def test_state_beyond_the_grant_is_returned_as_mappings_of_an_unnamed_file(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "warm"]
 
 
-@pytest.mark.parametrize("tiers", [{"cpu": {"capacity": "1GiB"}}, {"cpu": {}}, {}], ids=["large", "auto", "none"])
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        {"cpu": {"capacity": "1GiB"}},
+        pytest.param({"cpu": {}}, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.long),
+    ],
+    ids=["large", "auto", "none"],
+)
 def test_results_take_no_second_cpu_tier_of_memory(tiers: dict[str, Any], tmp_path: Path) -> None:
     """Invariant 6: the cpu tier's capacity is what the user can spare, so a checkpoint must not take it once more.
 

@@ -82,7 +82,7 @@ def test_state_loaded_from_an_unfused_adamw_goes_back_with_our_arithmetic(option
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
-@pytest.mark.parametrize("tiers", ["gpu cpu nvme", "nvme"])
+@pytest.mark.parametrize("tiers", ["gpu cpu nvme", pytest.param("nvme", marks=pytest.mark.long)])
 def test_a_checkpoint_on_disk_continues_to_the_bit(tiers: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """CASES 22 without the new process: saved, loaded with `weights_only`, in another tier set, with 512 elements."""
     shapes = [*SHAPES, (512,)]
@@ -315,7 +315,7 @@ def test_a_group_keeps_the_users_own_keys(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["mine"] == "yes"
 
 
-@EVERY_TIERS
+@pytest.mark.parametrize("tiers", FourTiers.names[:2])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_a_copy_of_the_optimizer_goes_on_by_itself(tiers: str, how: str, tmp_path: Path) -> None:
     parameters, optimizer = trained(tmp_path, tiers, dtype=torch.bfloat16)
