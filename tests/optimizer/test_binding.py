@@ -547,8 +547,9 @@ def test_a_parameter_that_left_the_groups_keeps_its_state_as_with_torch(
         return optimizer
 
     made: list[TieredAdamW] = []
-    with pytest.warns(UserWarning, match=r"have left param_groups \(shapes \(300,\)\)"):
+    with pytest.warns(UserWarning, match="have left param_groups") as warned:
         mine, kept = run(make)
+    assert "(300,)" in str(warned[0].message)
     theirs, wanted = run(lambda groups: torch.optim.AdamW(groups, fused=True))
     assert_same_parameters(mine, theirs)
     assert kept.keys() == wanted.keys() and all(same_bits(kept[name], value) for name, value in wanted.items())
