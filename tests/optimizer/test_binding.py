@@ -121,7 +121,7 @@ def test_the_constructor_of_an_optimizer_for_much_state_takes_no_memory(tmp_path
 
 
 @pytest.mark.parametrize("names", ["cpu", "gpu", "cpu nvme", "gpu cpu nvme", "gpu nvme", "nvme", "gpu cpu"])
-@pytest.mark.parametrize("order", ["alternating", "fixed"])
+@pytest.mark.parametrize("order", ["alternating", pytest.param("fixed", marks=pytest.mark.long)])
 def test_too_little_room_is_refused_at_construction_and_the_number_named_is_enough(
     names: str, order: str, tmp_path: Path, untouched: Callable[[], bool]
 ) -> None:
@@ -812,7 +812,9 @@ def test_a_forgotten_optimizer_gives_everything_back(tiers: str, tmp_path: Path,
     assert views.isfinite().all()  # what was handed out lives on
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "ending", ["", pytest.param("raise SystemExit(0)", marks=pytest.mark.long), "os.kill(os.getpid(), 9)"]
+)
 def test_a_process_that_forgets_its_optimizer_ends_and_leaves_nothing(ending: str, tmp_path: Path) -> None:
     """CASES 12."""
     script = f"""

@@ -150,7 +150,7 @@ def _resume(run: Run, saved: tuple[list[Tensor], dict[str, Any]]) -> str:
 
 
 @TIERS
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("kind", [Kind.READ, Kind.WRITE])
 def test_whichever_request_of_a_step_fails_nothing_is_silently_wrong(
     kind: Kind, threads: int, tiers: str, tmp_path: Path
