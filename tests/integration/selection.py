@@ -1,4 +1,7 @@
-"""Which of many like tests the default run takes; the others are run with the framework tests (`-m integration`)."""
+"""Which of many like tests the default run takes; the others are run with the framework tests (`-m integration`).
+
+And which of them the installed torch is able to run at all.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
+
+trains_shards = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"),
+    reason="FSDP2 of this torch trains on no CPU, whatever the optimizer: torch.cpu.Stream lacks record_event",
+)
+"""Marks tests that train what `fully_shard` has sharded."""
 
 
 def chosen(names: Iterable[str], *kept: str) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 
 from tests.integration.conftest import AssertResumed, Make, NoteDifference, Pair
 from tests.integration.ranks import Ranks
+from tests.integration.selection import trains_shards
 from tests.integration.tiny import (
     TIER_SETS,
     TinyModel,
@@ -246,7 +247,7 @@ def _train_on_ranks(folder: Path, way: str, kind: str) -> float:
     return largest_difference(resumed.model, straight.model)
 
 
-@pytest.mark.parametrize("way", ["sharded", "replicated"])
+@pytest.mark.parametrize("way", [pytest.param("sharded", marks=trains_shards), "replicated"])
 @pytest.mark.parametrize("kind", ["no", "bf16 parameters"])
 def test_run_on_two_ranks_is_that_of_fused_adamw_and_resumes(
     two_ranks: Ranks, tmp_path: Path, note_difference: NoteDifference, way: str, kind: str

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 from tests.integration.ranks import Ranks
-from tests.integration.selection import chosen
+from tests.integration.selection import chosen, trains_shards
 from tests.integration.test_fsdp2 import WAYS, copies, sharded, states_of
 from tests.integration.tiny import (
     TinyModel,
@@ -94,6 +94,7 @@ def _save_with_state(folder: Path, name: str) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@trains_shards
 @pytest.mark.parametrize("model", chosen(MODELS, "all on one rank", "half of it frozen"))
 def test_save_and_load_with_state_run_no_step_and_change_nothing(two_ranks: Ranks, tmp_path: Path, model: str) -> None:
     """A rank that has only empty shards would otherwise step alone, and count a step that was none."""
@@ -156,6 +157,7 @@ def _go_on_after_early_save(folder: Path, way: dict[str, bool], name: str) -> No
         assert_same_bits(optimizer.state_dict(), reference.state_dict())
 
 
+@trains_shards
 @pytest.mark.parametrize("model", ["half of it frozen", "all on one rank"])
 @pytest.mark.parametrize("way", chosen(["sharded", "full"], "sharded"))
 def test_training_goes_on_after_a_save_before_the_first_step(
@@ -209,6 +211,7 @@ def _resume_app(folder: Path, is_async: bool, steps_before_load: int) -> None:
     after.close()
 
 
+@trains_shards
 @pytest.mark.parametrize("when", chosen(LOADS, "stepped"))
 @pytest.mark.parametrize("call", chosen(["save", "async_save"], "async_save"))
 def test_stateful_application_resumes(two_ranks: Ranks, tmp_path: Path, call: str, when: str) -> None:
@@ -268,6 +271,7 @@ def _load_low_checkpoint(folder: Path, flattened: bool, steps_before_load: int) 
         _assert_is_theirs(mine, optimizer, theirs, reference)
 
 
+@trains_shards
 @pytest.mark.parametrize("when", chosen(LOADS, "fresh"))
 @pytest.mark.parametrize("form", chosen(["nested", "flattened"], "nested"))
 def test_bfloat16_checkpoint_of_adamw_loads_without_masters(
@@ -293,6 +297,7 @@ def _load_low_full(folder: Path, way: dict[str, bool], steps_before_load: int) -
         _assert_is_theirs(mine, optimizer, theirs, reference)
 
 
+@trains_shards
 @pytest.mark.parametrize("when", chosen(LOADS, "stepped"))
 @pytest.mark.parametrize("way", chosen(["full", "full on rank 0"], "full on rank 0"))
 def test_full_bfloat16_state_of_adamw_loads(two_ranks: Ranks, tmp_path: Path, way: str, when: str) -> None:
@@ -319,6 +324,7 @@ def _keep_stale_masters(folder: Path) -> None:
             assert_same_bits(optimizer.state[parameter]["master"].to_local().bfloat16(), values)
 
 
+@trains_shards
 def test_masters_left_from_other_weights_follow_loaded_ones_at_the_next_step(two_ranks: Ranks, tmp_path: Path) -> None:
     """Who forgets to take `master` out of the state to be loaded does not get the old weights back."""
     two_ranks.run(_keep_stale_masters, tmp_path)

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.integration.ranks import Ranks
+from tests.integration.selection import trains_shards
 from tests.integration.test_fsdp2 import WAYS, load, load_saved_elsewhere, save_trained, sharded, states_of
 from tests.integration.test_fsdp2_training import train_parameters_with_few_rows
 from tests.integration.tiny import TinyModel, assert_same_bits, assert_same_models, fused, tiered, train
 from tierstore import TieredAdamW
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, trains_shards]
 
 
 @pytest.fixture(scope="module")

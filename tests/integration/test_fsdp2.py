@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.integration.ranks import Ranks
-from tests.integration.selection import chosen
+from tests.integration.selection import chosen, trains_shards
 from tests.integration.tiny import (
     OPTIONS,
     TIER_SETS,
@@ -63,6 +63,7 @@ def _train_both(folder: Path, tiers: str) -> list[int]:
     return [parameter._local_tensor.numel() for parameter in mine.parameters()]
 
 
+@trains_shards
 @pytest.mark.parametrize("tiers", TIER_SETS)
 def test_shards_are_trained_as_by_fused_adamw(two_ranks: Ranks, tmp_path: Path, tiers: str) -> None:
     sizes = two_ranks.run(_train_both, tmp_path, tiers)
@@ -80,6 +81,7 @@ def _train_mixed(folder: Path) -> None:
         assert_same_bits(optimizer.state_dict(), theirs.state_dict())
 
 
+@trains_shards
 def test_mixed_precision_trains_float32_shards(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_train_mixed, tmp_path)
 
@@ -103,6 +105,7 @@ def _shard_after_construction(folder: Path) -> None:
     optimizer.close()
 
 
+@trains_shards
 def test_parameters_may_be_sharded_after_construction(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_shard_after_construction, tmp_path)
 
@@ -167,6 +170,7 @@ def _resume(folder: Path, way: dict[str, bool], loads_after_step: bool) -> None:
     after.close()
 
 
+@trains_shards
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loads_after_step", [False, True], ids=["fresh", "stepped"])
 def test_resumed_run_is_the_uninterrupted_one(
@@ -190,6 +194,7 @@ def _exchange_with_adamw(folder: Path, way: dict[str, bool]) -> None:
     optimizer.close()
 
 
+@trains_shards
 @pytest.mark.parametrize("way", chosen(WAYS, "sharded", "flattened"))
 def test_distributed_state_is_exchanged_with_adamw_both_ways(two_ranks: Ranks, tmp_path: Path, way: str) -> None:
     two_ranks.run(_exchange_with_adamw, tmp_path, WAYS[way])
@@ -228,6 +233,7 @@ def _save_and_load(folder: Path, steps_before: int, flattened: bool) -> None:
     after.close()
 
 
+@trains_shards
 @pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("flattened", [False, True])
 def test_checkpoint_resumes(two_ranks: Ranks, tmp_path: Path, steps_before: int, flattened: bool) -> None:
@@ -251,6 +257,7 @@ def _save_while_training(folder: Path) -> None:
     after.close()
 
 
+@trains_shards
 def test_steps_during_an_asynchronous_save_do_not_reach_it(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_save_while_training, tmp_path)
 
@@ -265,6 +272,7 @@ def save_trained(folder: Path, is_tiered: bool) -> None:
         optimizer.close()
 
 
+@trains_shards
 @pytest.mark.parametrize("is_tiered", [True, False], ids=["tiered", "adamw"])
 def test_checkpoint_of_two_ranks_loads_without_sharding(two_ranks: Ranks, tmp_path: Path, is_tiered: bool) -> None:
     two_ranks.run(save_trained, tmp_path, is_tiered)
@@ -291,6 +299,7 @@ def load_saved_elsewhere(folder: Path) -> None:
     optimizer.close()
 
 
+@trains_shards
 def test_checkpoint_without_sharding_loads_on_two_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     model = TinyModel()
     with tiered(model.parameters(), tmp_path) as optimizer:
@@ -336,6 +345,7 @@ def _resume_unusual(folder: Path, way: dict[str, bool]) -> None:
         optimizer.close()
 
 
+@trains_shards
 @pytest.mark.parametrize("way", ["sharded", "full", "full on rank 0"])
 def test_frozen_layer_empty_group_and_tensor_lr_survive(two_ranks: Ranks, tmp_path: Path, way: str) -> None:
     two_ranks.run(_resume_unusual, tmp_path, WAYS[way])
@@ -370,6 +380,7 @@ def _train_low(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
     return losses
 
 
+@trains_shards
 def test_masters_of_low_precision_shards_are_checkpointed(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_train_low_precision, tmp_path)
 
@@ -415,6 +426,7 @@ TIERS: dict[str, tuple[str | None, str | None, bool]] = {
 """Added and flattened fails in torch, as with every key that groups did not have when they were saved."""
 
 
+@trains_shards
 @pytest.mark.parametrize("change", chosen(TIERS, "tier added"))
 def test_groups_keep_their_own_tier_through_distributed_state_dicts(
     two_ranks: Ranks, tmp_path: Path, change: str

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.integration.ranks import Ranks
-from tests.integration.selection import chosen
+from tests.integration.selection import chosen, trains_shards
 from tests.integration.tiny import (
     TinyModel,
     assert_same_bits,
@@ -29,6 +29,8 @@ from tests.integration.tiny import (
     train,
 )
 from tierstore import TieredAdamW
+
+pytestmark = trains_shards
 
 LAYERS = ("first", "middle", "last")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.integration.ranks import Ranks
 from tests.integration.test_fsdp2 import sharded
-from tests.integration.tiny import CHUNK_BYTES, OPTIONS, assert_same_bits, fused, policy, tiered, train
+from tests.integration.tiny import CHUNK_BYTES, OPTIONS, TinyModel, assert_same_bits, fused, policy, tiered, train
 from tierstore import TieredAdamW
 from tierstore.errors import DiskFullError
 from tierstore.pressure import disk_space, host_memory
@@ -77,7 +77,7 @@ def test_auto_takes_a_ranks_part_of_the_memory(two_ranks: Ranks, tmp_path: Path)
 
 def _swap_files(folder: Path) -> tuple[list[str], list[tuple[int, int]]]:
     """What is seen in the folder, and device and inode of this process's swap files."""
-    model = sharded()
+    model = TinyModel()
     with tiered(model.parameters(), folder) as optimizer:
         train(model, optimizer, range(2))
         dist.barrier()

@@ -408,6 +408,22 @@ def set_gradients(parameters: Sequence[Tensor], step: int, *, scale: float = 1.0
         parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype)
 
 
+def set_gradient_of_any_dtype(parameter: Tensor, gradient: Tensor) -> None:
+    """Set `.grad`, whose dtype may be another than the tensor's where `grad_dtype` says so, which older torch lacks.
+
+    There, only one that was set while the values had its dtype can be another.
+    """
+    parameter.grad = None
+    if hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
+        return
+    values = parameter.data
+    parameter.data = torch.empty_like(values, dtype=gradient.dtype)
+    parameter.grad = gradient
+    parameter.data = values
+
+
 def train(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], steps: Sequence[int] | range) -> None:
     """Take steps with the gradients of `set_gradients`."""
     for step in steps:

@@ -34,6 +34,7 @@ from tests.optimizer.cases import (
     assert_same_parameters,
     assert_same_state,
     seeded,
+    set_gradient_of_any_dtype,
     set_gradients,
     train,
 )
@@ -157,8 +158,7 @@ def test_low_precision_parameters_are_unscaled_in_the_precision_of_their_master(
             spoil(mine)
         scale = scaler.get_scale()
         for one, other in zip(mine, theirs, strict=True):
-            other.grad_dtype = torch.float32
-            other.grad = one.grad.float() / scale
+            set_gradient_of_any_dtype(other, one.grad.float() / scale)
         if dtype == torch.float16 and fused is None:
             with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):  # as with torch's AdamW
                 scaler.step(optimizer)

@@ -26,6 +26,7 @@ from tests.optimizer.cases import (
     assert_same_parameters,
     assert_same_state,
     seeded,
+    set_gradient_of_any_dtype,
     set_gradients,
     train,
 )
@@ -144,15 +145,15 @@ PRECISIONS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 def test_a_gradient_of_another_precision_is_cast_to_that_of_the_update(
     dtype: torch.dtype, gradient_dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """torch lets `.grad` have another dtype than its tensor where `grad_dtype` says so; its AdamW then refuses it."""
+    """torch's AdamW refuses it."""
     mine, theirs = seeded((20_000,), (7, 3), dtype=dtype), seeded((20_000,), (7, 3), dtype=dtype)
-    for parameter in (*mine, *theirs):
-        parameter.grad_dtype = gradient_dtype
     optimizer = tiered(mine, tmp_path)
     reference = Reference([{**optimizer.param_groups[0], "params": theirs}])
     for step in range(2):
         for one, other in zip(mine, theirs, strict=True):
-            one.grad = other.grad = values_of(one.shape, step).to(gradient_dtype)
+            gradient = values_of(one.shape, step).to(gradient_dtype)
+            set_gradient_of_any_dtype(one, gradient)
+            set_gradient_of_any_dtype(other, gradient)
         optimizer.step()
         reference.step()
     assert_same_parameters(mine, theirs)
@@ -166,11 +167,10 @@ def test_a_complex_gradient_of_a_real_parameter_is_refused_by_name_and_so_is_the
     dtype: torch.dtype, gradient_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     parameter = nn.Parameter(torch.ones(20_000, dtype=dtype))
-    parameter.grad_dtype = None
     optimizer = tiered([parameter], tmp_path)
     parameter.grad = torch.ones(20_000, dtype=dtype)
     optimizer.step()
-    parameter.grad = torch.ones(20_000, dtype=gradient_dtype)
+    set_gradient_of_any_dtype(parameter, torch.ones(20_000, dtype=gradient_dtype))
     with nothing_changes(optimizer), pytest.raises(RuntimeError, match=f"{gradient_dtype}.*{dtype}"):
         optimizer.step()
 

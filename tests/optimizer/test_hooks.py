@@ -35,10 +35,12 @@ def test_step_hooks_are_called_in_torchs_order(tmp_path: Path) -> None:
         optimizer.register_step_pre_hook(lambda *_: calls.append("pre 2")),
         optimizer.register_step_post_hook(lambda *_: calls.append("post")),
     ]
-    train(optimizer, parameters, [0])
+    try:
+        train(optimizer, parameters, [0])
+    finally:  # global hooks outlive a failure
+        for handle in handles:
+            handle.remove()
     assert calls == ["global pre", "pre 1", "pre 2", "post", "global post"]
-    for handle in handles:
-        handle.remove()
     train(optimizer, parameters, [1])
     assert len(calls) == 5
 

@@ -39,11 +39,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """It also fills what is made without values."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 MODES: dict[str, Mode] = {
