@@ -7,6 +7,7 @@ while what it shows is deleted or replaced keeps the values it had.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tierstore.binding import Binding
-from tierstore.errors import StateDictError
+from tierstore.errors import StateDictError, TierstoreError
 from tierstore.handed import Handed
 from tierstore.states import STEP, names_of, write_state
 
@@ -236,10 +237,14 @@ class StateView(MutableMapping[Tensor, Any]):
 
 
 def let_go(views: Views, parameter: Tensor | None = None) -> None:
-    """Let views that somebody still has keep what they show: of one parameter, or all."""
+    """Let views that somebody still has keep what they show: of one parameter, or all.
+
+    What can no longer be read cannot be kept, and must not stand in the way of what replaces it.
+    """
     for view in list(views.values()):
         if parameter is None or view.shows(parameter):
-            view.let_go()
+            with contextlib.suppress(TierstoreError):
+                view.let_go()
 
 
 def unwrap_view(state: Any) -> Any:
