@@ -115,7 +115,7 @@ class Held:
         """Whether there may be any state; False spares making a binding to find none."""
         if self.pending is not None:
             return bool(self.pending)
-        return self.binding is not None and bool(self.binding.steps)
+        return bool(self.aside) or (self.binding is not None and bool(self.binding.steps))
 
     def refuse_if_closed(self) -> None:
         """Raise StoreClosedError after `close`."""

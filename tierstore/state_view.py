@@ -195,7 +195,7 @@ class StateView(MutableMapping[Tensor, Any]):
             return
         if parameter not in self:
             raise KeyError(parameter)
-        if parameter in self._owner.aside:
+        if not self._owner.knows(parameter):
             del self._owner.aside[parameter]
             return
         let_go(self._owner.views, parameter)
@@ -210,7 +210,7 @@ class StateView(MutableMapping[Tensor, Any]):
     def __iter__(self) -> Iterator[Tensor]:
         if self._plain is not None:
             return iter(self._plain)
-        bound = self._owner.bound()[0].with_state() if self._owner.has_state() else {}
+        bound = self._owner.bound()[0].with_state() if self._owner.has_state() else {}  # first: one may return by it
         return iter((*bound, *self._owner.aside))
 
     def __len__(self) -> int:
@@ -219,8 +219,8 @@ class StateView(MutableMapping[Tensor, Any]):
     def __contains__(self, parameter: object) -> bool:
         if self._plain is not None:
             return parameter in self._plain
-        if parameter in self._owner.aside:
-            return True
+        if not self._owner.knows(parameter):
+            return parameter in self._owner.aside
         if not self._owner.has_state():
             return False
         try:

@@ -570,6 +570,26 @@ def test_state_of_a_parameter_that_left_may_be_deleted_and_is_in_no_state_dict(t
         assert parameters[1] not in optimizer.state
 
 
+def test_state_of_a_parameter_that_has_just_returned_may_be_taken_out_and_put_back(tmp_path: Path) -> None:
+    """It had not been given back to the tiers yet, and the view that was taken out showed nothing."""
+
+    def run(make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor]:
+        parameters = seeded((500,), (300,))
+        optimizer = make(parameters)
+        train(optimizer, parameters, range(2))
+        left = optimizer.param_groups[0]["params"].pop()
+        train(optimizer, parameters[:1], range(2, 3))
+        optimizer.param_groups[0]["params"].append(left)
+        assert left in optimizer.state
+        optimizer.state[left] = optimizer.state.pop(left)
+        train(optimizer, parameters, range(3, 5))
+        return list(parameters)
+
+    with pytest.warns(UserWarning, match="have left"):
+        mine = run(lambda parameters: TieredAdamW(parameters, policy=small_policy(tmp_path)))
+    assert_same_parameters(mine, run(lambda parameters: torch.optim.AdamW(parameters, fused=True)))
+
+
 MOVES: dict[str, Callable[[list[dict[str, Any]]], None]] = {
     "to the group before": lambda groups: groups[0]["params"].append(groups[1]["params"].pop(0)),
     "to a new group": lambda groups: groups.append({**groups[1], "params": [groups[1]["params"].pop()], "lr": 0.3}),
