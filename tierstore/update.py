@@ -97,16 +97,23 @@ class StepWork:
 
     def count(self) -> None:
         """Count the step, which is done, in every participant that has something to show for it."""
+        binding = self.binding
         for position in self.new:
-            if self.binding.keeps_state(position):
-                self.binding.steps[position] = step_count()
-        for position in self.binding.unbegun & self.participants.keys():
-            if self.binding.rule.begins_moments(self.options[self.binding.members[position].group]):
-                self.binding.unbegun.discard(position)
+            begins = self._begins(position)
+            if binding.rule.counts_steps or begins or "master" in (kind.name for kind in binding.fields_of(position)):
+                binding.steps[position] = step_count()
+                if not begins:
+                    binding.unbegun.add(position)
+        binding.unbegun -= {position for position in binding.unbegun & self.steps.keys() if self._begins(position)}
         kept = [position for position in self.steps if position in self.binding.steps]
         if kept:
             counts = [self.binding.steps[position] for position in kept]
             torch._foreach_copy_(counts, [self.steps[position] for position in kept])
+
+    def _begins(self, position: int) -> bool:
+        """Whether the step leaves a parameter with moments."""
+        member = self.binding.members[position]
+        return bool(member.moments) and self.binding.rule.begins_moments(self.options[member.group])
 
     def _takes_part(self, chunk: Chunk) -> bool:
         """Whether any parameter in the chunk has a gradient."""

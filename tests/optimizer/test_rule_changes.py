@@ -47,6 +47,7 @@ def beside(folder: Path, mine: Any, theirs: Any, run: Callable[[Make], list[Tens
     [
         (TieredSGD, torch.optim.SGD, "momentum", [0.9, 0.9, 0.0, 0.0, 0.9, 0.5]),
         (TieredSGD, torch.optim.SGD, "momentum", [0.0, 0.9, 0.0, 0.9]),
+        (TieredSGD, torch.optim.SGD, "momentum", [0.0, 0.0, 0.9]),
         (TieredAdamW, torch.optim.AdamW, "amsgrad", [True, True, False, False, True]),
     ],
 )
@@ -131,6 +132,23 @@ def test_a_momentum_buffer_taken_away_is_made_again_by_the_next_step(how: str, t
         if how == "clear all":
             optimizer.state.clear()
         train(optimizer, parameters, range(2, 4))
+        return list(parameters)
+
+    beside(tmp_path, TieredSGD, torch.optim.SGD, run, momentum=0.9, dampening=0.5)
+
+
+def test_a_step_without_momentum_after_a_reset_leaves_no_buffer_behind(tmp_path: Path) -> None:
+    """There was room for one, which the step made and did not use; the next one with momentum went on from zeros."""
+
+    def run(make: Make) -> list[Tensor]:
+        parameters = seeded(*SHAPES)
+        optimizer = make(parameters)
+        for momentum in (0.9, 0.0, 0.9):
+            optimizer.param_groups[0]["momentum"] = momentum
+            train(optimizer, parameters, range(2))
+            assert [p in optimizer.state and len(optimizer.state[p]) > 0 for p in parameters] == [momentum > 0] * 3
+            if momentum:
+                optimizer.state.clear()
         return list(parameters)
 
     beside(tmp_path, TieredSGD, torch.optim.SGD, run, momentum=0.9, dampening=0.5)
