@@ -19,6 +19,14 @@ from tierstore.signals import break_point, deferred
 POLICY = {"chunk_size": "16KiB", "tiers": {"cpu": {"capacity": "64KiB"}, "nvme": {}}}
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """A shell starts what it puts into the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
     """Signals that the process's own handler for SIGUSR1 heard."""
