@@ -347,7 +347,7 @@ def fitted(
     groups: Sequence[dict[str, Any]], policy: dict[str, Any], make: Callable[..., TieredOptimizer] = TieredAdamW
 ) -> TieredOptimizer:
     """Construct; where capacities are too small raise them to what the error says is enough, which then must be."""
-    for _ in range(4):
+    for _ in range(12):
         try:
             return make(groups, policy=policy)
         except CapacityError as error:
