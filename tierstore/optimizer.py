@@ -1,14 +1,6 @@
 """The optimizers: torch's signatures and algorithms, each with one rule of `rules`, and their state in tiers.
 
-All take, by keyword only, besides what torch's class takes:
-
-policy: a TierPolicy, a mapping, or the path of a YAML file. None: all tiers, sized by themselves.
-tiers: names of the tiers to use, from the policy or with defaults, e.g. `["cpu", "nvme"]`.
-
-A parameter group may carry `tier`, the tier its state lives in. They raise what torch's class raises, PolicyError for
-a wrong policy, CapacityError, SwapError or DiskFullError if the tiers cannot hold the state. Memory and files are
-reserved at the first step, load or use of `store`, and given back by `close()`. bfloat16 and float16 parameters are
-updated through a float32 master.
+`TieredAdamW` says what all of them take besides torch's arguments, what they raise, and when they reserve anything.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any, SupportsFloat
 from torch import Tensor
 
 from tierstore.errors import StateDictError
-from tierstore.state_view import ParameterState
+from tierstore.state_view import unwrap_view
 from tierstore.states import check_state, materialise
 
 OWN_OPTIONS = ("tier", "fused", "foreach", "capturable", "differentiable")
@@ -34,7 +34,7 @@ def unwrap(state: Any) -> Any:
     """What a loaded state, or a view of one, holds now."""
     if isinstance(state, Loaded):
         return state.state
-    return dict(state) if isinstance(state, ParameterState) else state
+    return unwrap_view(state)
 
 
 def materialise_entries(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

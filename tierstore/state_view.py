@@ -214,7 +214,10 @@ class StateView(MutableMapping[Tensor, Any]):
         return iter((*bound, *self._owner.aside))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        if self._plain is not None:
+            return len(self._plain)
+        bound = len(self._owner.bound()[0].steps) if self._owner.has_state() else 0  # first: one may return by it
+        return bound + len(self._owner.aside)
 
     def __contains__(self, parameter: object) -> bool:
         if self._plain is not None:
