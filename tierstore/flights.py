@@ -53,6 +53,23 @@ class Flights:
         flights = self._of.get(chunk)
         return flights[-1] if flights else None
 
+    def in_front(self, chunk: int) -> Flight:
+        """The flight whose copy is running and which the chunk's next hop stands behind; that hop if it is none.
+
+        A hop stands behind the chunk's earlier one, and behind the flight that is leaving the extent it goes to.
+        """
+        flight = self._of[chunk][0]
+        while (before := self._before(flight)) is not None:
+            flight = before
+        return flight
+
+    def _before(self, flight: Flight) -> Flight | None:
+        first = self._of[flight.chunk][0]
+        for before in (None if first is flight else first, flight.claims):
+            if before is not None and before.ticket is not None and not before.ticket.is_done():
+                return before
+        return None
+
     def chunks(self) -> list[int]:
         """The chunks that are under way or have a place kept."""
         return list(self._of)

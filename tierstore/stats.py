@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+WAITING_SHARE = 0.1
+"""A step that waits for no more than this share of its time is bound by its arithmetic."""
+
 _LEAST_SECONDS = 1e-6
 _MOST_SECONDS = 1e3
 _BUCKETS_PER_DECADE = 48  # bounds 4.9 % apart: a bucket's middle is within 2.5 % of everything in it
@@ -46,13 +49,54 @@ class RouteStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Sums over all optimizer steps since the store was made."""
+    """Sums over `count` optimizer steps.
+
+    `update_seconds` are those spent issuing moves and updating. A wait for a chunk counts by the copy that the chunk
+    stood behind at the time: one to a faster tier as read; one to a slower tier, which was still leaving the extent
+    that the chunk needed, as write. `bytes_read` and `bytes_written` are from and to swap files.
+    """
 
     count: int = 0
     update_seconds: float = 0.0
-    wait_seconds: float = 0.0
+    read_wait_seconds: float = 0.0
+    write_wait_seconds: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
+    on_small_pages: bool = False  # some of the memory that chunks were moved through was not on huge pages
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds spent waiting for moves."""
+        return self.read_wait_seconds + self.write_wait_seconds
+
+    @property
+    def bound(self) -> str:
+        """What the steps could not be faster than: `read`, `write`, `arithmetic` or `memory pages`.
+
+        It is arithmetic unless more than a tenth of the time was spent waiting; then it is what was waited for longer,
+        or the memory, where that was not on huge pages, on which direct I/O is several times as fast.
+        """
+        if self.wait_seconds <= WAITING_SHARE * (self.update_seconds + self.wait_seconds):
+            return "arithmetic"
+        if self.on_small_pages:
+            return "memory pages"
+        return "read" if self.read_wait_seconds >= self.write_wait_seconds else "write"
+
+    def __add__(self, other: StepStats) -> StepStats:
+        """Both together, in the memory of the later one."""
+        return StepStats(
+            self.count + other.count,
+            self.update_seconds + other.update_seconds,
+            self.read_wait_seconds + other.read_wait_seconds,
+            self.write_wait_seconds + other.write_wait_seconds,
+            self.bytes_read + other.bytes_read,
+            self.bytes_written + other.bytes_written,
+            other.on_small_pages,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {**asdict(self), "wait_seconds": self.wait_seconds, "bound": self.bound}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +110,22 @@ class IoStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A store at one moment. Routes are keyed `cpu->nvme`; one without a move yet has no entry."""
+    """A store at one moment. Routes are keyed `cpu->nvme`; one without a move yet has no entry.
+
+    `step` is of all optimizer steps since the store was made, `last_step` of the last one.
+    """
 
     tiers: Mapping[str, TierStats]
     routes: Mapping[str, RouteStats]
     step: StepStats
+    last_step: StepStats
     io: IoStats
 
     def to_dict(self) -> dict[str, Any]:
         """Answer the same as plain dicts, lists and numbers, equal to what JSON gives back."""
         io = {**asdict(self.io), "paths": list(self.io.paths)}
-        return {"tiers": _plain(self.tiers), "routes": _plain(self.routes), "step": asdict(self.step), "io": io}
+        steps = {"step": self.step.to_dict(), "last_step": self.last_step.to_dict()}
+        return {"tiers": _plain(self.tiers), "routes": _plain(self.routes), **steps, "io": io}
 
 
 class Histogram:
@@ -129,7 +178,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._routes: dict[str, _Route] = {}
-        self._step = StepStats()
+        self._step = self.last_step = StepStats()
 
     def record_move(self, source: str, destination: str, nbytes: int, seconds: float) -> None:
         """Add one committed move of `nbytes` that took `seconds`."""
@@ -138,21 +187,14 @@ class Recorder:
         route.seconds += seconds
         route.latency.record(seconds)
 
-    def record_step(self, update_seconds: float, wait_seconds: float, bytes_read: int, bytes_written: int) -> None:
-        """Add one finished step: time in the update, time waiting for moves, bytes from and to swap files."""
-        step = self._step
-        self._step = StepStats(
-            count=step.count + 1,
-            update_seconds=step.update_seconds + update_seconds,
-            wait_seconds=step.wait_seconds + wait_seconds,
-            bytes_read=step.bytes_read + bytes_read,
-            bytes_written=step.bytes_written + bytes_written,
-        )
+    def record_step(self, step: StepStats) -> None:
+        """Add one finished step."""
+        self._step, self.last_step = self._step + step, step
 
     def snapshot(self, tiers: Mapping[str, TierStats], io: IoStats) -> Stats:
         """Read everything at once, with what the tiers and the engine say of themselves."""
         routes = {name: route.stats() for name, route in self._routes.items()}
-        return Stats(tiers=dict(tiers), routes=routes, step=self._step, io=io)
+        return Stats(tiers=dict(tiers), routes=routes, step=self._step, last_step=self.last_step, io=io)
 
 
 def _plain(stats: Mapping[str, TierStats] | Mapping[str, RouteStats]) -> dict[str, Any]:

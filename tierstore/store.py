@@ -8,7 +8,6 @@ closes the store to further runs until `forgive`; reading works on.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,28 +15,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tierstore.errors import CapacityError, FailedStepError, InvariantError, LeaseError
+from tierstore.execution import ChunkInfo, Execution, Use
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.guard import Guarded
 from tierstore.placement import Need, Room, place_homes
-from tierstore.plan import ChunkView, Move, Plan, plan_eviction, plan_fetch, plan_homes, plan_step
+from tierstore.plan import ChunkView, Plan, plan_eviction, plan_fetch, plan_homes, plan_step
 from tierstore.residency import Fresh, Moving, Resident
-from tierstore.signals import break_point
-from tierstore.stats import IoStats, Stats
+from tierstore.stats import IoStats, Stats, StepStats
 from tierstore.tiers import MemoryTier, Tier
+from tierstore.trace import Trace
 from tierstore.traffic import Traffic
 from tierstore.transfer import TransferEngine
 
-Use = Callable[[int, Tensor, bool], None]
-"""Called with a chunk's number, its record (uint8, on the device of the tier that computes), whether it is fresh."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkInfo:
-    """What the store must know of a chunk: bytes that move, the tier it is used in, the one it was told to be in."""
-
-    record_bytes: int
-    compute: str
-    named: str | None = None
+__all__ = ["ChunkInfo", "ChunkStore", "Setup", "Use"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +54,7 @@ class ChunkStore(Guarded):
         self._infos: dict[int, ChunkInfo] = {}
         self._traffic = Traffic(setup.tiers, setup.transfer, describe=describe, timeout_seconds=setup.timeout_seconds)
         self._ledger = self._traffic.ledger
+        self._execution = Execution(self._traffic, self._infos)
         self._describe = describe
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
@@ -135,37 +126,37 @@ class ChunkStore(Guarded):
             self._traffic.raise_errors()
             if self._failure is not None:
                 raise FailedStepError(self._failure)
-            plan = plan_step(order, upcoming, self._views(), self._traffic.wait_for_room(), self._line)
+            plan = self._plan(order, upcoming)
             with self._running():
-                update_seconds, wait_seconds = self._execute(plan, use, finish)
+                spent = self._execute(plan, use, finish)
             if is_step:
-                self._count(plan, update_seconds, wait_seconds)
+                self._traffic.recorder.record_step(spent)
 
     @contextlib.contextmanager
     def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
         """Hold a chunk's record where it is used; changes are kept. The chunk does not move until the end."""
         with self._entered():
             self.fetch_now(chunk)
-            record, _ = self._begin_use(chunk)
+            record, _ = self._execution.begin_use(chunk)
         try:
             yield record
         finally:
             with self._entered(wait=True):  # the lease must end, whoever is inside
-                self._end_use(chunk)
+                self._execution.end_use(chunk)
 
     def fetch(self, chunks: Sequence[int]) -> None:
         """Begin to bring chunks to where they are used, as far as there is room; wait for nothing."""
         with self._entered():
             self._traffic.raise_errors()
             wanted = [chunk for chunk in chunks if not isinstance(self._ledger.where(chunk), Fresh)]
-            self._issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
+            self._execution.issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
 
     def fetch_now(self, chunk: int) -> None:
         """Begin to bring one chunk to where it is used, whatever has to make room."""
         with self._entered():
             self._traffic.raise_errors()
             if self._ledger.bound_for(chunk) != self._infos[chunk].compute:
-                self._issue_all(plan_step([chunk], (), self._views(), self._traffic.wait_for_room(), self._line))
+                self._execution.issue_all(self._plan([chunk], ()))
 
     def send_home(self, chunks: Sequence[int]) -> None:
         """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
@@ -174,7 +165,7 @@ class ChunkStore(Guarded):
             for chunk in chunks:
                 if self._ledger.is_leased(chunk):
                     raise LeaseError(f"{self._describe(chunk)} is leased and cannot be evicted")
-            self._issue_all(plan_eviction(chunks, self._views(), self._traffic.wait_for_room(), self._line))
+            self._execution.issue_all(plan_eviction(chunks, self._views(), self._traffic.wait_for_room(), self._line))
 
     def read_record(self, chunk: int, into: Tensor) -> bool:
         """Copy a chunk's record into host memory (uint8, its record bytes, page-aligned); move nothing.
@@ -289,12 +280,15 @@ class ChunkStore(Guarded):
         if not changed:
             return
         free = {chunk: home for chunk, home in changed.items() if not self._ledger.is_leased(chunk)}
-        self._issue_all(plan_homes(free, self._views(), self._traffic.wait_for_room(), self._line))
+        self._execution.issue_all(plan_homes(free, self._views(), self._traffic.wait_for_room(), self._line))
         self.wait()
         for chunk, home in changed.items():
             self._ledger.set_home(chunk, home)
 
     # -- running a plan -----------------------------------------------------------------------------------------
+
+    def _plan(self, order: Sequence[int], upcoming: Sequence[int]) -> Plan:
+        return plan_step(order, upcoming, self._views(), self._traffic.wait_for_room(), self._line)
 
     def _views(self) -> dict[int, ChunkView]:
         """What planning sees; a leased chunk counts as at home where it is, so that it is not asked to leave."""
@@ -305,45 +299,13 @@ class ChunkStore(Guarded):
             views[chunk] = ChunkView(tier, tier if is_held and tier else self._ledger.home(chunk), info.compute)
         return views
 
-    def _issue_all(self, plan: Plan) -> None:
-        for move in plan.moves:
-            self._traffic.issue(move, self._infos[move.chunk].record_bytes)
-
-    def _execute(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> tuple[float, float]:
-        """Issue, wait and use in the plan's order; return the seconds spent using and waiting."""
-        used: list[int] = []
-        began, waited = time.perf_counter(), 0.0
+    def _execute(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
+        """Carry out a plan; return what that took. A run that breaks off closes the store to further runs."""
         try:
-            for action in plan.actions:
-                break_point()
-                self._traffic.raise_errors()  # a move rolled back has taken the plan's ground away
-                if isinstance(action, Move):
-                    self._traffic.issue(action, self._infos[action.chunk].record_bytes)
-                else:
-                    waited += self._use(action.chunk, use, used)
-            if finish is not None:
-                finish()
+            return self._execution.run(plan, use, finish)
         except BaseException as error:
-            self._break_off(used, error)
+            self._break_off(self._execution.used, error)
             raise
-        return time.perf_counter() - began - waited, waited
-
-    def _use(self, chunk: int, use: Use, used: list[int]) -> float:
-        """Lease, use and release one chunk; return the seconds it was waited for."""
-        began = time.perf_counter()
-        record, is_fresh = self._begin_use(chunk)
-        waited = time.perf_counter() - began
-        used.append(chunk)
-        try:
-            use(chunk, record, is_fresh)
-        finally:
-            self._end_use(chunk)
-        return waited
-
-    def _count(self, plan: Plan, update_seconds: float, wait_seconds: float) -> None:
-        read = sum(self._infos[move.chunk].record_bytes for move in plan.moves if move.source == "nvme")
-        written = sum(self._infos[move.chunk].record_bytes for move in plan.moves if move.destination == "nvme")
-        self._traffic.recorder.record_step(update_seconds, wait_seconds, read, written)
 
     def _break_off(self, used: Sequence[int], error: BaseException) -> None:
         """Give back places kept for chunks that were not made; refuse further runs if any chunk was used."""
@@ -352,32 +314,6 @@ class ChunkStore(Guarded):
         if used:
             self._broken_off = tuple(used)
             self._failure = f"a run broke off at {self._describe(used[-1])}, the {len(used)}th it used: {error!r}"
-
-    def _begin_use(self, chunk: int) -> tuple[Tensor, bool]:
-        """Wait for the chunk, or make it; hold it, and view its record."""
-        try:
-            is_fresh = self._traffic.make(chunk)
-            if not is_fresh:
-                self._traffic.wait_for(chunk)
-        except BaseException:
-            self._traffic.unmake()
-            raise
-        place = self._ledger.lease(chunk)
-        tier = self._traffic.memory(place.tier)
-        record = tier.bytes_at(place.extent, self._infos[chunk].record_bytes)
-        if is_fresh:
-            try:
-                tier.device.launch(lambda: _zero(record))
-            except BaseException:
-                self._ledger.release(chunk)
-                raise
-        return record, is_fresh
-
-    def _end_use(self, chunk: int) -> None:
-        place = self._ledger.where(chunk)
-        self._ledger.release(chunk)
-        if isinstance(place, Resident):
-            self._traffic.last_use[chunk] = self._traffic.memory(place.tier).device.record()
 
     # -- the whole ----------------------------------------------------------------------------------------------
 
@@ -388,11 +324,27 @@ class ChunkStore(Guarded):
             tiers = {name: tier.stats(chunks[name]) for name, tier in self.setup.tiers.items()}
             return self._traffic.recorder.snapshot(tiers, self.setup.io)
 
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[Trace]:
+        """Record what happens within the block as a timeline; write it when the block is over.
+
+        Tracks: the control thread with its runs, updates and waits; each route, with its chunks from the moment their
+        moves could begin to the moment they had landed; each worker and copy stream, with what it did. Moves that are
+        under way at the end are waited for, and belong to it.
+        """
+        trace = Trace()
+        self._tell(trace)
+        try:
+            yield trace
+        finally:
+            self._tell(None)
+
+    def _tell(self, trace: Trace | None) -> None:
+        with self._entered(wait=True):
+            self._traffic.wait_until_all_over()
+            self._traffic.tell(trace)
+
     def check(self) -> None:
         """Raise InvariantError unless every invariant of arenas, ledger and moves holds. May be called within a run."""
         with self._entered(may_nest=True):
             self._traffic.check()
-
-
-def _zero(record: Tensor) -> None:
-    record.zero_()

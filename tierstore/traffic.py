@@ -7,6 +7,7 @@ its error is kept until `raise_errors`.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -17,6 +18,7 @@ from tierstore.plan import Move
 from tierstore.residency import Ledger, Moving, Resident
 from tierstore.stats import Recorder
 from tierstore.tiers import MemoryTier, Tier
+from tierstore.trace import CONTROL, Trace
 from tierstore.transfer import Ticket, TransferEngine
 
 
@@ -35,6 +37,9 @@ class Traffic:
         self.ledger = Ledger()
         self.recorder = Recorder()
         self.last_use: dict[int, Event] = {}
+        self.trace: Trace | None = None
+        self.read_wait_seconds = 0.0  # blocked behind copies to a faster tier
+        self.write_wait_seconds = 0.0  # and to a slower one
         self.describe = describe
         self._transfer = transfer
         self._timeout_seconds = timeout_seconds
@@ -42,6 +47,12 @@ class Traffic:
         self._by_ticket: dict[Ticket, Flight] = {}
         self._errors: list[TierstoreError] = []
         self._draining: list[tuple[Resident, Event]] = []
+        self._rank = {tier: rank for rank, tier in enumerate(tiers)}
+
+    def tell(self, trace: Trace | None) -> None:
+        """Report what happens to a trace from now on, or to nobody."""
+        self.trace = trace
+        self._transfer.tell(trace)
 
     # -- beginning ----------------------------------------------------------------------------------------------
 
@@ -122,10 +133,14 @@ class Traffic:
 
     def wait_for_all(self) -> None:
         """Block until nothing is under way. Raises the errors of moves that failed."""
+        self.wait_until_all_over()
+        self.raise_errors()
+
+    def wait_until_all_over(self) -> None:
+        """Block until nothing is under way. The errors of moves that failed are kept."""
         for chunk in self._flights.chunks():
             self.wait_until_over(chunk)
         self.drain(wait=True)
-        self.raise_errors()
 
     def make(self, chunk: int) -> bool:
         """Give a chunk without bytes the extent kept for it, once whoever is leaving it has left.
@@ -176,13 +191,26 @@ class Traffic:
         self._draining = still
 
     def _conclude_next(self, chunk: int) -> None:
+        began, is_write = time.perf_counter(), self._stands_behind_write(chunk)
         ticket = self._transfer.next_ended(wait=True, timeout=self._timeout_seconds)
+        ended = time.perf_counter()
+        if is_write:
+            self.write_wait_seconds += ended - began
+        else:
+            self.read_wait_seconds += ended - began
+        if self.trace is not None:
+            self.trace.add(CONTROL, f"wait for {'write' if is_write else 'read'}", began, ended, chunk=chunk)
         if ticket is None:
             raise TransferTimeoutError(
                 f"{self.describe(chunk)} did not arrive, nor did anything else, within {self._timeout_seconds} s "
                 f"(tiers.nvme.io.timeout)"
             )
         self._conclude(self._by_ticket.pop(ticket))
+
+    def _stands_behind_write(self, chunk: int) -> bool:
+        """Whether what holds up a chunk's next hop is a copy to a slower tier, which leaves the extent it needs."""
+        flight = self._flights.in_front(chunk)
+        return flight.source is None or self._rank[flight.source.tier] < self._rank[flight.destination.tier]
 
     def _conclude(self, flight: Flight) -> None:
         if flight.has_fallen:
@@ -198,7 +226,12 @@ class Traffic:
         self.last_use.pop(flight.chunk, None)
         if self._flights.land(flight):
             self.tiers[source.tier].release(source.extent)
-        self.recorder.record_move(*flight.ticket.route, flight.ticket.nbytes, flight.ticket.seconds)
+        ticket = flight.ticket
+        self.recorder.record_move(*ticket.route, ticket.nbytes, ticket.seconds)
+        if self.trace is not None:
+            route, began = "->".join(ticket.route), ticket.began_seconds
+            args = {"chunk": flight.chunk, "bytes": ticket.nbytes}
+            self.trace.add(route, f"chunk {flight.chunk}", began, began + ticket.seconds, **args)
 
     def _let_fall(self, flight: Flight) -> None:
         """Undo a flight and all that counted on it; every source stays the valid copy."""

@@ -29,6 +29,7 @@ from tierstore.errors import (
 )
 from tierstore.io import Engine, Kind, Operation
 from tierstore.tiers import FileTier, MemoryTier, Tier
+from tierstore.trace import Trace
 
 COPIES_IN_FLIGHT = 2
 """Copies queued on one stream at a time: enough that the next begins while the host hears of the last."""
@@ -40,8 +41,8 @@ class Ticket:
     def __init__(self, route: tuple[str, str], nbytes: int) -> None:
         self.route = route
         self.nbytes = nbytes
-        self.seconds = 0.0  # from the moment it could begin to the moment its bytes had landed
-        self._began = 0.0
+        self.began_seconds = 0.0  # when it could begin, by `time.perf_counter`; 0 until then
+        self.seconds = 0.0  # from then to the moment its bytes had landed
         self._error: TierstoreError | None = None
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -76,11 +77,11 @@ class Ticket:
 
     def begin(self) -> None:
         """Start its clock."""
-        self._began = time.perf_counter()
+        self.began_seconds = time.perf_counter()
 
     def resolve(self, error: TierstoreError | None) -> None:
         """Say that it has landed, or why it failed."""
-        self.seconds = time.perf_counter() - self._began if self._began else 0.0
+        self.seconds = time.perf_counter() - self.began_seconds if self.began_seconds else 0.0
         self._error = error
         with self._lock:
             self._done.set()
@@ -130,6 +131,15 @@ class TransferEngine:
         self._accelerator = accelerator
         self._lanes: dict[str, _Lane] = {}
         self._ended: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        self._trace: Trace | None = None
+
+    def tell(self, trace: Trace | None) -> None:
+        """Report what workers and streams do to a trace from now on, or to nobody."""
+        self._trace = trace
+        if self._io is not None:
+            self._io.trace = trace
+        for lane in self._lanes.values():
+            lane.trace = trace
 
     def submit(
         self,
@@ -219,6 +229,7 @@ class TransferEngine:
         name = f"{source}-{destination}"
         if name not in self._lanes:
             self._lanes[name] = _Lane(name, self._accelerator or HostDevice())
+            self._lanes[name].trace = self._trace
         return self._lanes[name]
 
 
@@ -234,6 +245,8 @@ class _Lane:
     """One direction of the link between host and device: a stream, and a thread that feeds it and hears its events."""
 
     def __init__(self, name: str, device: Device) -> None:
+        self.trace: Trace | None = None
+        self._free_seconds = 0.0  # when the last copy ended: they are done one after another
         self._stream = device.copy_stream(name)
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -286,7 +299,13 @@ class _Lane:
         except BaseException as error:
             copy.ticket.resolve(_as_transfer_error(error, copy.ticket))
         else:
+            self._tell(copy.ticket)
             copy.ticket.resolve(None)
+
+    def _tell(self, ticket: Ticket) -> None:
+        began, self._free_seconds = max(ticket.began_seconds, self._free_seconds), time.perf_counter()
+        if self.trace is not None:
+            self.trace.add(self._thread.name, "copy", began, self._free_seconds, bytes=ticket.nbytes)
 
 
 class _NothingYet:

@@ -56,7 +56,8 @@ def stats_after(step: int) -> Stats:
     return Stats(
         tiers={"gpu": tier, "cpu": tier, "nvme": tier},
         routes=dict.fromkeys(("cpu->gpu", "cpu->nvme", "gpu->cpu", "nvme->cpu"), route),
-        step=StepStats(count=step, wait_seconds=float(step)),
+        step=StepStats(count=step, read_wait_seconds=float(step)),
+        last_step=StepStats(count=1, read_wait_seconds=1.0),
         io=IoStats("threads", direct=True, paths=("/swap",)),
     )
 

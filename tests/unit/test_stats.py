@@ -62,7 +62,8 @@ def test_percentile_outside_0_to_100_is_an_error(q):
 
 
 def test_fresh_recorder_has_no_routes_and_no_steps():
-    assert Recorder().snapshot(TIERS, IO) == Stats(tiers=TIERS, routes={}, step=StepStats(0, 0.0, 0.0, 0, 0), io=IO)
+    none = StepStats(0, 0.0, 0.0, 0.0, 0, 0)
+    assert Recorder().snapshot(TIERS, IO) == Stats(tiers=TIERS, routes={}, step=none, last_step=none, io=IO)
 
 
 moves = st.tuples(st.sampled_from(["gpu", "cpu"]), st.sampled_from(["cpu", "nvme"]), st.integers(0, 2**40), durations)
@@ -87,9 +88,27 @@ def test_routes_are_sums_of_their_moves(moves):
 
 def test_steps_add_up():
     recorder = Recorder()
-    recorder.record_step(0.5, 0.25, 100, 200)
-    recorder.record_step(update_seconds=1.0, wait_seconds=0.0, bytes_read=1, bytes_written=2)
-    assert recorder.snapshot(TIERS, IO).step == StepStats(2, 1.5, 0.25, 101, 202)
+    recorder.record_step(StepStats(1, 0.5, 0.25, 0.125, 100, 200))
+    recorder.record_step(StepStats(1, update_seconds=1.0, bytes_read=1, bytes_written=2))
+    snapshot = recorder.snapshot(TIERS, IO)
+    assert snapshot.step == StepStats(2, 1.5, 0.25, 0.125, 101, 202)
+    assert snapshot.step.wait_seconds == 0.375
+    assert snapshot.last_step == StepStats(1, 1.0, 0.0, 0.0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("step", "bound"),
+    [
+        (StepStats(), "arithmetic"),
+        (StepStats(1, update_seconds=9.0, read_wait_seconds=0.5, write_wait_seconds=0.5), "arithmetic"),
+        (StepStats(1, update_seconds=9.0, read_wait_seconds=1.0, write_wait_seconds=0.9), "read"),
+        (StepStats(1, update_seconds=9.0, read_wait_seconds=0.9, write_wait_seconds=1.0), "write"),
+        (StepStats(1, update_seconds=9.0, read_wait_seconds=2.0, on_small_pages=True), "memory pages"),
+        (StepStats(1, update_seconds=9.0, read_wait_seconds=0.5, on_small_pages=True), "arithmetic"),
+    ],
+)
+def test_what_bound_a_step_is_what_it_waited_for(step, bound):
+    assert step.bound == bound
 
 
 def test_snapshot_never_changes():
@@ -99,7 +118,7 @@ def test_snapshot_never_changes():
     before = snapshot.to_dict()
     recorder.record_move("cpu", "nvme", 10, 0.001)
     recorder.record_move("nvme", "cpu", 10, 0.001)
-    recorder.record_step(1.0, 1.0, 1, 1)
+    recorder.record_step(StepStats(1, 1.0, 1.0, 1.0, 1, 1))
     tiers.clear()
     assert snapshot.to_dict() == before
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -109,7 +128,7 @@ def test_snapshot_never_changes():
 def test_dict_is_what_json_gives_back():
     recorder = Recorder()
     recorder.record_move("cpu", "nvme", 10, 0.001)
-    recorder.record_step(1.0, 0.5, 10, 0)
+    recorder.record_step(StepStats(1, 1.0, 0.5, 0.25, 10, 0))
     found = recorder.snapshot(TIERS, IO).to_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["tiers"] == {"cpu": {"capacity_bytes": 8, "used_bytes": 4, "peak_bytes": 6, "chunks": 2}}
@@ -117,10 +136,15 @@ def test_dict_is_what_json_gives_back():
     assert found["step"] == {
         "count": 1,
         "update_seconds": 1.0,
-        "wait_seconds": 0.5,
+        "read_wait_seconds": 0.5,
+        "write_wait_seconds": 0.25,
         "bytes_read": 10,
         "bytes_written": 0,
+        "on_small_pages": False,
+        "wait_seconds": 0.75,
+        "bound": "read",
     }
+    assert found["last_step"] == found["step"]
     assert found["io"] == {"engine": "threads", "direct": True, "paths": ["/mnt/a", "/mnt/b"]}
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tierstore.errors import AlignmentError, ForkedStoreError, StoreClosedError, TransferError
+from tierstore.trace import Trace
 
 ALIGNMENT = 4096
 """Bytes that address, offset and length of a direct transfer must be multiples of."""
@@ -126,6 +127,7 @@ class Engine(abc.ABC):
     supports_direct: ClassVar[bool]
 
     def __init__(self, *, request_size: int) -> None:
+        self.trace: Trace | None = None  # hears of every request of an engine that has workers
         self._request_size = request_size
         self._pid = os.getpid()
         self._state = threading.Condition()

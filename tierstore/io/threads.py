@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from typing import ClassVar
 
 from tierstore.errors import EngineUnavailableError
 from tierstore.io.base import Engine, Kind, Request
+from tierstore.trace import Detail, Trace
 
 
 class ThreadsEngine(Engine):
@@ -58,12 +60,20 @@ class ThreadsEngine(Engine):
         """Run one request to its end; False when there are no more."""
         if request is None:
             return False
+        began = time.perf_counter()
         try:
             self._run(request)
         except BaseException as error:
             self._fail(request, error)
+        if self.trace is not None:
+            self._tell(self.trace, request, began)
         self._end(request)
         return True
+
+    def _tell(self, trace: Trace, request: Request, began: float) -> None:
+        what, worker = request.operation, threading.current_thread().name
+        args: dict[str, Detail] = {"bytes": request.length, "offset": what.offset + request.start, "path": what.path}
+        trace.add(worker, what.kind.value, began, time.perf_counter(), **args)
 
     def _run(self, request: Request) -> None:
         while not request.is_abandoned and not self._accept(request, self._call(request)):

@@ -1,0 +1,85 @@
+"""A trace: what rows its events are drawn in, and what a store reports of a step over files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tierstore.policy import TierPolicy
+from tierstore.tensors import TieredStore
+from tierstore.trace import Trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
+
+
+def rows_of(*spans: tuple[float, float]) -> list[list[tuple[float, float]]]:
+    trace = Trace()
+    for begin, end in spans:
+        trace.add("route", "copy", begin, end)
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for event in trace.to_chrome()["traceEvents"]:
+        if event["ph"] == "X":
+            begin = event["ts"] / 1e6
+            rows.setdefault(event["tid"], []).append((begin, begin + event["dur"] / 1e6))
+    return list(rows.values())
+
+
+def test_events_that_overlap_are_drawn_in_rows_of_their_own() -> None:
+    assert rows_of((0, 2), (1, 3), (2, 4)) == [[(0, 2), (2, 4)], [(1, 3)]]
+
+
+def test_events_within_an_event_are_drawn_in_its_row() -> None:
+    assert rows_of((0, 1), (1, 2), (0, 3)) == [[(0, 3), (0, 1), (1, 2)]]
+
+
+def test_rows_of_one_track_are_told_apart_by_number(tmp_path: Path) -> None:
+    trace = Trace()
+    for begin in (5.0, 5.5):
+        trace.add("nvme->cpu", "chunk 7", begin, begin + 1, chunk=7, bytes=4096)
+    trace.write(tmp_path / "trace.json")
+    written = json.loads((tmp_path / "trace.json").read_text())
+    names = [event["args"]["name"] for event in written["traceEvents"] if event["name"] == "thread_name"]
+    assert names == ["nvme->cpu (1)", "nvme->cpu (2)"]
+    first = next(event for event in written["traceEvents"] if event["ph"] == "X")
+    assert first["args"] == {"chunk": 7, "bytes": 4096}
+    assert (first["ts"], first["dur"]) == (0.0, 1e6)
+
+
+def test_a_traced_store_tells_of_every_move_update_and_request(tmp_path: Path) -> None:
+    """A value of 12 chunks goes over 3 extents twice; 32 KiB are moved by requests of 16 KiB."""
+    policy = TierPolicy.load(
+        {
+            "chunk_size": "32KiB",
+            "tiers": {
+                "gpu": {"device": "cpu", "capacity": "96KiB"},
+                "cpu": {"capacity": "96KiB"},
+                "nvme": {"capacity": "2MiB", "paths": [str(tmp_path)], "io": {"request_size": "16KiB"}},
+            },
+        }
+    )
+    value = torch.arange(12 * 8192, dtype=torch.int32)
+    with TieredStore(policy) as store:
+        store.put("value", value)
+        assert torch.equal(store.get("value"), value)
+        store.wait()
+        before = store.stats().routes
+        with store.traced() as trace:
+            assert torch.equal(store.get("value"), value)
+        routes = store.stats().routes
+        assert torch.equal(store.get("value"), value)
+    moves = {name: route.moves - before[name].moves for name, route in routes.items()}
+    counts = Counter(event.track for event in trace.events)
+    assert {name: counts[name] for name in routes} == moves
+    assert moves["nvme->cpu"] > 6
+    updates = [event.args["chunk"] for event in trace.events if event.name.startswith("update")]
+    assert sorted(updates) == list(range(-12, 0))
+    workers = [event for event in trace.events if event.track.startswith("tierstore-io")]
+    assert len(workers) == 2 * (moves["nvme->cpu"] + moves["cpu->nvme"])
+    assert counts["tierstore-cpu-gpu"] == moves["cpu->gpu"]
+    assert all(event.seconds >= 0 for event in trace.events)
+    began = min(event.start_seconds for event in trace.events)
+    assert all(event.start_seconds - began < 600 for event in trace.events)

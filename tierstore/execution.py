@@ -1,0 +1,113 @@
+"""Carries out plans: issues moves, waits for chunks, holds each while it is used, and knows what the time went into.
+
+Every move of a plan is issued when the plan comes to it, and is waited for only where its chunk is used. A use that
+fails, or a move that does, ends the run where it is; what that means for the chunks is the store's to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tierstore.plan import Move, Plan
+from tierstore.residency import Resident
+from tierstore.signals import break_point
+from tierstore.stats import StepStats
+from tierstore.trace import CONTROL, Trace
+from tierstore.traffic import Traffic
+
+Use = Callable[[int, Tensor, bool], None]
+"""Called with a chunk's number, its record (uint8, on the device of the tier that computes), whether it is fresh."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """What the store must know of a chunk: bytes that move, the tier it is used in, the one it was told to be in."""
+
+    record_bytes: int
+    compute: str
+    named: str | None = None
+
+
+class Execution:
+    """Carries out plans for the chunks of `infos`, which belongs to the store. `used` are those of the last run."""
+
+    def __init__(self, traffic: Traffic, infos: Mapping[int, ChunkInfo]) -> None:
+        self.used: list[int] = []
+        self._traffic = traffic
+        self._infos = infos
+
+    def run(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
+        """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved."""
+        traffic, trace, began = self._traffic, self._traffic.trace, time.perf_counter()
+        self.used = []
+        traffic.read_wait_seconds = traffic.write_wait_seconds = 0.0
+        bytes_read = bytes_written = 0
+        for action in plan.actions:
+            break_point()
+            traffic.raise_errors()  # a move rolled back has taken the plan's ground away
+            if isinstance(action, Move):
+                nbytes = self._infos[action.chunk].record_bytes
+                bytes_read += nbytes if action.source == "nvme" else 0
+                bytes_written += nbytes if action.destination == "nvme" else 0
+                traffic.issue(action, nbytes)
+            else:
+                self._use(action.chunk, use, trace)
+        if finish is not None:
+            finish()
+        ended = time.perf_counter()
+        if trace is not None:
+            trace.add(CONTROL, "run", began, ended, chunks=len(self.used), read=bytes_read, written=bytes_written)
+        reads, writes = traffic.read_wait_seconds, traffic.write_wait_seconds
+        return StepStats(1, ended - began - reads - writes, reads, writes, bytes_read, bytes_written)
+
+    def issue_all(self, plan: Plan) -> None:
+        """Issue the moves of a plan; use nothing and wait for nothing."""
+        for move in plan.moves:
+            self._traffic.issue(move, self._infos[move.chunk].record_bytes)
+
+    def _use(self, chunk: int, use: Use, trace: Trace | None) -> None:
+        """Lease, use and release one chunk."""
+        record, is_fresh = self.begin_use(chunk)
+        began = time.perf_counter() if trace is not None else 0.0
+        self.used.append(chunk)
+        try:
+            use(chunk, record, is_fresh)
+        finally:
+            self.end_use(chunk)
+        if trace is not None:
+            trace.add(CONTROL, f"update {chunk}", began, time.perf_counter(), chunk=chunk, bytes=record.numel())
+
+    def begin_use(self, chunk: int) -> tuple[Tensor, bool]:
+        """Wait for the chunk, or make it; hold it, and view its record."""
+        try:
+            is_fresh = self._traffic.make(chunk)
+            if not is_fresh:
+                self._traffic.wait_for(chunk)
+        except BaseException:
+            self._traffic.unmake()
+            raise
+        place = self._traffic.ledger.lease(chunk)
+        tier = self._traffic.memory(place.tier)
+        record = tier.bytes_at(place.extent, self._infos[chunk].record_bytes)
+        if is_fresh:
+            try:
+                tier.device.launch(lambda: _zero(record))
+            except BaseException:
+                self._traffic.ledger.release(chunk)
+                raise
+        return record, is_fresh
+
+    def end_use(self, chunk: int) -> None:
+        """Let go of the chunk; moves of it follow what was launched with its record."""
+        place = self._traffic.ledger.where(chunk)
+        self._traffic.ledger.release(chunk)
+        if isinstance(place, Resident):
+            self._traffic.last_use[chunk] = self._traffic.memory(place.tier).device.record()
+
+
+def _zero(record: Tensor) -> None:
+    record.zero_()
