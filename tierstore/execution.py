@@ -83,13 +83,15 @@ class Execution:
 
     def begin_use(self, chunk: int) -> tuple[Tensor, bool]:
         """Wait for the chunk, or make it; hold it, and view its record."""
-        try:
-            is_fresh = self._traffic.make(chunk)
-            if not is_fresh:
-                self._traffic.wait_for(chunk)
-        except BaseException:
-            self._traffic.unmake()
-            raise
+        is_fresh = False
+        if self._traffic.is_under_way(chunk):
+            try:
+                is_fresh = self._traffic.make(chunk)
+                if not is_fresh:
+                    self._traffic.wait_for(chunk)
+            except BaseException:
+                self._traffic.unmake()
+                raise
         place = self._traffic.ledger.lease(chunk)
         tier = self._traffic.memory(place.tier)
         record = tier.bytes_at(place.extent, self._infos[chunk].record_bytes)

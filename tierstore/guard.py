@@ -11,7 +11,8 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -45,17 +46,20 @@ class Guarded:
                 self._refuse_nesting()
                 self._shut()
 
-    @contextlib.contextmanager
-    def _entered(self, *, wait: bool = False, may_nest: bool = False) -> Iterator[None]:
+    def _entered(self, *, wait: bool = False, may_nest: bool = False) -> contextlib.AbstractContextManager[None]:
         """Enter the store. `wait`: for another thread to leave it; `may_nest`: within a run, too."""
         if self._pid != os.getpid():
             raise ForkedStoreError(f"this store belongs to process {self._pid}, and this is a fork of it: make another")
         if not self._shut.alive:
             raise StoreClosedError("the store is closed and its state is gone; save state_dict() before close()")
-        with alone(self._lock, "the store", wait=wait):
-            if not may_nest:
-                self._refuse_nesting()
-            yield
+        return _Alone(self._lock, "the store", wait, self._on_entry if may_nest else self._on_entry_outside_runs)
+
+    def _on_entry(self) -> None:
+        """What every call does first, once it is alone."""
+
+    def _on_entry_outside_runs(self) -> None:
+        self._refuse_nesting()
+        self._on_entry()
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -71,19 +75,35 @@ class Guarded:
             raise BusyStoreError("the store was called in the middle of a run, on the same thread: call it afterwards")
 
 
-@contextlib.contextmanager
-def alone(lock: threading.RLock, what: str, *, wait: bool = False) -> Iterator[None]:
+def alone(lock: threading.RLock, what: str, *, wait: bool = False) -> contextlib.AbstractContextManager[None]:
     """Be the only thread inside `what`, with signals deferred. Raises WrongThreadError, or waits, if another one is."""
-    with deferred(), in_plain_torch():
-        if not lock.acquire(blocking=wait):
-            raise WrongThreadError(
-                f"thread {threading.current_thread().name!r} called {what} while another thread was inside: "
-                f"call it from one thread at a time"
-            )
-        try:
-            yield
-        finally:
-            lock.release()
+    return _Alone(lock, what, wait, lambda: None)
+
+
+class _Alone(contextlib.AbstractContextManager[None]):
+    """One call. `on_entry` is called when it is alone; what it raises ends the call."""
+
+    __slots__ = ("_inside", "_lock", "_on_entry", "_wait", "_what")
+
+    def __init__(self, lock: threading.RLock, what: str, wait: bool, on_entry: Callable[[], None]) -> None:
+        self._lock, self._what, self._wait, self._on_entry = lock, what, wait, on_entry
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as entering:
+            entering.enter_context(deferred())
+            if not _is_plain():
+                entering.enter_context(in_plain_torch())
+            if not self._lock.acquire(blocking=self._wait):
+                raise WrongThreadError(
+                    f"thread {threading.current_thread().name!r} called {self._what} while another thread was inside: "
+                    f"call it from one thread at a time"
+                )
+            entering.callback(self._lock.release)
+            self._on_entry()
+            self._inside = entering.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
 
 
 @contextlib.contextmanager
@@ -96,9 +116,14 @@ def in_plain_torch() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())  # which leaving inference mode had turned off
-        if torch.empty(0).device.type != "cpu":  # by `set_default_device` or in a `with torch.device(...)`
+        if not _is_plain():
             modes.enter_context(torch.device("cpu"))
         yield
+
+
+def _is_plain() -> bool:
+    """Whether no inference mode is on, and no `set_default_device` or `with torch.device(...)` is in force."""
+    return not torch.is_inference_mode_enabled() and torch.empty(0).device.type == "cpu"
 
 
 def _shut(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:

@@ -18,7 +18,6 @@ from tierstore.errors import CapacityError, InvariantError, LeaseError, Transfer
 from tierstore.growth import SLABS_PER_TIER, grow_to_fit
 from tierstore.pieces import Kind, Piece, Shelf
 from tierstore.placement import Asked, Need
-from tierstore.plan import Plan, Update, plan_step
 from tierstore.store import ChunkInfo, ChunkStore, Setup, Use
 
 
@@ -73,19 +72,15 @@ class PieceStore(ChunkStore):
             piece, part = both[chunk]
             device.launch(partial(copy, inside(record, piece), part))
 
-        self._pass_over(list(both), kind.compute, use)
+        self._pass_over(list(both), use)
         device.finish()
 
-    def _pass_over(self, chunks: Sequence[int], compute: str, use: Use) -> None:
+    def _pass_over(self, chunks: Sequence[int], use: Use) -> None:
         """Use chunks as a run does, except that breaking off leaves the store fit for runs: no value is half of two."""
         self._traffic.raise_errors()
         before = self._broken_off, self._failure
         try:
-            if all(self._ledger.bound_for(chunk) == compute for chunk in chunks):
-                self._execute(Plan(tuple(map(Update, chunks))), use)
-            else:
-                room = self._traffic.wait_for_room()
-                self._execute(plan_step(chunks, (), self._views(), room, self._line), use)
+            self._execute(self._plan(chunks, ()), use)
         finally:
             self._broken_off, self._failure = before
 

@@ -7,15 +7,18 @@ block is over. Whoever runs for long offers `break_point`s, where a second SIGIN
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes enums of what it returns, at 5 us each
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import Any
 
 _DEFERRED = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
 ]
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -31,10 +34,10 @@ class _Deferral:
 
     def begin(self) -> None:
         for number in _DEFERRED:
-            handler = signal.getsignal(number)
+            handler = _signal.getsignal(number)
             if callable(handler):
                 self.handlers[number] = handler
-                signal.signal(number, self.note)
+                _signal.signal(number, self.note)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.noted.append(number)
@@ -42,8 +45,10 @@ class _Deferral:
     def end(self) -> None:
         handlers, self.handlers = self.handlers, {}
         for number, handler in handlers.items():
-            if signal.getsignal(number) == self.note:  # else somebody set a new one meanwhile
-                signal.signal(number, handler)
+            if _signal.getsignal(number) == self.note:  # else somebody set a new one meanwhile
+                _signal.signal(number, handler)
+        if not self.noted:
+            return
         noted, self.noted = list(dict.fromkeys(self.noted)), []
         with contextlib.ExitStack() as deliveries:  # all of them, whatever one raises
             for number in reversed(noted):
@@ -53,21 +58,35 @@ class _Deferral:
 _deferral = _Deferral()
 
 
-@contextlib.contextmanager
-def deferred() -> Iterator[None]:
+def deferred() -> contextlib.AbstractContextManager[None]:
     """Handle signals that arrive inside when the outermost such block is over. Does nothing on other threads."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _deferral.depth += 1
-    try:
-        if _deferral.depth == 1:
-            _deferral.begin()
-        yield
-    finally:
-        _deferral.depth -= 1
-        if _deferral.depth == 0:
-            _deferral.end()
+    return _Deferred()
+
+
+class _Deferred(contextlib.AbstractContextManager[None]):
+    """One block; no generator, which would cost more than the rest of it."""
+
+    __slots__ = ("_is_main",)
+
+    def __enter__(self) -> None:
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if not self._is_main:
+            return
+        _deferral.depth += 1
+        try:
+            if _deferral.depth == 1:
+                _deferral.begin()
+        except BaseException:  # of a signal that came just before it could be deferred
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_main:
+            _deferral.depth -= 1
+            if _deferral.depth == 0:
+                _deferral.end()
 
 
 def break_point() -> None:

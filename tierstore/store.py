@@ -19,7 +19,7 @@ from tierstore.execution import ChunkInfo, Execution, Use
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.guard import Guarded
 from tierstore.placement import Need, Room, place_homes
-from tierstore.plan import ChunkView, Plan, plan_eviction, plan_fetch, plan_homes, plan_step
+from tierstore.plan import ChunkView, Plan, Update, plan_eviction, plan_fetch, plan_homes, plan_step
 from tierstore.residency import Fresh, Moving, Resident
 from tierstore.stats import IoStats, Stats, StepStats
 from tierstore.tiers import MemoryTier, Tier
@@ -59,12 +59,8 @@ class ChunkStore(Guarded):
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
 
-    @contextlib.contextmanager
-    def _entered(self, *, wait: bool = False, may_nest: bool = False) -> Iterator[None]:
-        """Enter the store and commit what has landed meanwhile."""
-        with super()._entered(wait=wait, may_nest=may_nest):
-            self._traffic.settle()
-            yield
+    def _on_entry(self) -> None:
+        self._traffic.settle()
 
     # -- chunks -------------------------------------------------------------------------------------------------
 
@@ -288,7 +284,14 @@ class ChunkStore(Guarded):
     # -- running a plan -----------------------------------------------------------------------------------------
 
     def _plan(self, order: Sequence[int], upcoming: Sequence[int]) -> Plan:
+        """Plan a run; there is nothing to plan while all chunks of this one and the next are where they are used."""
+        if self._are_in_place(order) and self._are_in_place(upcoming):
+            return Plan(tuple(map(Update, order)))
         return plan_step(order, upcoming, self._views(), self._traffic.wait_for_room(), self._line)
+
+    def _are_in_place(self, chunks: Sequence[int]) -> bool:
+        bound_for, infos = self._ledger.bound_for, self._infos
+        return all(bound_for(chunk) == infos[chunk].compute for chunk in chunks)
 
     def _views(self) -> dict[int, ChunkView]:
         """What planning sees; a leased chunk counts as at home where it is, so that it is not asked to leave."""

@@ -142,6 +142,10 @@ class Traffic:
             self.wait_until_over(chunk)
         self.drain(wait=True)
 
+    def is_under_way(self, chunk: int) -> bool:
+        """Whether a move of the chunk, or the place kept for it, is not over yet."""
+        return self._flights.of(chunk) is not None
+
     def make(self, chunk: int) -> bool:
         """Give a chunk without bytes the extent kept for it, once whoever is leaving it has left.
 

@@ -166,16 +166,16 @@ def test_a_handler_that_saves_state_sees_a_whole_step(heard: list[int]) -> None:
 
 def _signal_at_use(optimizer: TieredAdamW, at: int, numbers: list[int]) -> None:
     """Send this process signals when the next step uses its chunk number `at`."""
-    store = optimizer.store
-    use, count = store._use, iter(range(1_000_000))
+    execution = optimizer.store._execution
+    use, count = execution._use, iter(range(1_000_000))
 
-    def interrupted(*arguments: object) -> float:
+    def interrupted(*arguments: object) -> None:
         if next(count) == at:
             for number in numbers:
                 os.kill(os.getpid(), number)
-        return use(*arguments)  # type: ignore[arg-type]
+        use(*arguments)  # type: ignore[arg-type]
 
-    store._use = interrupted  # type: ignore[method-assign]
+    execution._use = interrupted  # type: ignore[method-assign]
 
 
 def test_a_store_called_from_within_its_own_run_says_so() -> None:

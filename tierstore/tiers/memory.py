@@ -16,20 +16,27 @@ class MemoryTier(Tier):
         super().__init__(name, Arena(name, extent_bytes))
         self.device = device
         self._slabs: list[Tensor] = []
+        self._views: dict[tuple[int, int, int], Tensor] = {}  # made once: a view costs more than to look it up
 
     def bytes_at(self, extent: Extent, nbytes: int) -> Tensor:
-        """View the first `nbytes` of an extent as a uint8 tensor."""
-        return self._slabs[extent.slab][extent.offset : extent.offset + nbytes]
+        """View the first `nbytes` of an extent as a uint8 tensor, the same one each time."""
+        key = extent.slab, extent.offset, nbytes
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._slabs[extent.slab].narrow(0, extent.offset, nbytes)
+        return view
 
     def release(self, extent: Extent) -> None:
         self.device.discard(self.bytes_at(extent, extent.length))
         super().release(extent)
 
     def close(self) -> None:
+        self._views.clear()
         self._slabs.clear()
 
     def _reserve(self, nbytes: int) -> None:
         self._slabs.append(self.device.allocate(nbytes))
 
     def _give_back(self, nbytes: int) -> None:
+        self._views = {key: view for key, view in self._views.items() if key[0] < len(self._slabs) - 1}
         del self._slabs[-1]
