@@ -1,23 +1,31 @@
 """Carries out plans: issues moves, waits for chunks, holds each while it is used, and knows what the time went into.
 
 Every move of a plan is issued when the plan comes to it, and is waited for only where its chunk is used. A use that
-fails, or a move that does, ends the run where it is; what that means for the chunks is the store's to say.
+fails, or a move that does, ends the run where it is; what that means for the chunks is the store's to say. Where files
+held a run up, the next one that moves chunks over files leaves a core free for them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tierstore.cores import leaving_one_free
+from tierstore.pages import lies_on_small_pages
 from tierstore.plan import Move, Plan
 from tierstore.residency import Resident
 from tierstore.signals import break_point
-from tierstore.stats import StepStats
+from tierstore.stats import WAITING_SHARE, StepStats
+from tierstore.tiers import MemoryTier
 from tierstore.trace import CONTROL, Trace
 from tierstore.traffic import Traffic
+
+STILL_WAITING_SHARE = 0.02
+"""A run that leaves a core free is held up by files while it waits for this share of its time at least."""
 
 Use = Callable[[int, Tensor, bool], None]
 """Called with a chunk's number, its record (uint8, on the device of the tier that computes), whether it is fresh."""
@@ -39,9 +47,22 @@ class Execution:
         self.used: list[int] = []
         self._traffic = traffic
         self._infos = infos
+        self._files = frozenset(name for name, tier in traffic.tiers.items() if not isinstance(tier, MemoryTier))
+        self._is_held_up = False  # by files, the last time that chunks were moved over them
+        self._small_pages: tuple[list[tuple[int, int]], bool] = ([], False)  # of which memory, and what was found
 
     def run(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
         """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved."""
+        with leaving_one_free() if self._is_held_up and self._uses_files(plan) else nullcontext():
+            stats = self._run(plan, use, finish)
+        if stats.bytes_read or stats.bytes_written:
+            waiting = stats.wait_seconds / (stats.update_seconds + stats.wait_seconds)
+            self._is_held_up = waiting > (STILL_WAITING_SHARE if self._is_held_up else WAITING_SHARE)
+            if stats.bound != "arithmetic":
+                return replace(stats, on_small_pages=self._lies_on_small_pages())
+        return stats
+
+    def _run(self, plan: Plan, use: Use, finish: Callable[[], None] | None) -> StepStats:
         traffic, trace, began = self._traffic, self._traffic.trace, time.perf_counter()
         self.used = []
         traffic.read_wait_seconds = traffic.write_wait_seconds = 0.0
@@ -51,8 +72,8 @@ class Execution:
             traffic.raise_errors()  # a move rolled back has taken the plan's ground away
             if isinstance(action, Move):
                 nbytes = self._infos[action.chunk].record_bytes
-                bytes_read += nbytes if action.source == "nvme" else 0
-                bytes_written += nbytes if action.destination == "nvme" else 0
+                bytes_read += nbytes if action.source in self._files else 0
+                bytes_written += nbytes if action.destination in self._files else 0
                 traffic.issue(action, nbytes)
             else:
                 self._use(action.chunk, use, trace)
@@ -68,6 +89,20 @@ class Execution:
         """Issue the moves of a plan; use nothing and wait for nothing."""
         for move in plan.moves:
             self._traffic.issue(move, self._infos[move.chunk].record_bytes)
+
+    def _uses_files(self, plan: Plan) -> bool:
+        return any(
+            isinstance(action, Move) and (action.source in self._files or action.destination in self._files)
+            for action in plan.actions
+        )
+
+    def _lies_on_small_pages(self) -> bool:
+        """Whether the memory of host tiers does; looked up anew when there is other memory than before."""
+        tiers = [tier for tier in self._traffic.tiers.values() if isinstance(tier, MemoryTier)]
+        ranges = [one for tier in tiers if tier.device.torch_device.type == "cpu" for one in tier.ranges()]
+        if ranges != self._small_pages[0]:
+            self._small_pages = ranges, lies_on_small_pages(ranges)
+        return self._small_pages[1]
 
     def _use(self, chunk: int, use: Use, trace: Trace | None) -> None:
         """Lease, use and release one chunk."""

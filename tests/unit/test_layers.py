@@ -16,7 +16,7 @@ PACKAGE = Path(tierstore.__file__).parent
 GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "forms", "pieces"),
     "decide": ("units", "policy", "residency", "placement", "growth", "plan"),
-    "do": ("signals", "device", "pressure", "io", "swapfile", "tiers", "transfer"),
+    "do": ("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "tiers", "transfer"),
     "join": ("flights", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
         *("rules", "kernels", "results", "members", "binding", "handed", "states", "state_view", "state_dicts"),

@@ -26,6 +26,10 @@ class MemoryTier(Tier):
             view = self._views[key] = self._slabs[extent.slab].narrow(0, extent.offset, nbytes)
         return view
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Address and bytes of each slab."""
+        return [(slab.data_ptr(), slab.numel()) for slab in self._slabs]
+
     def release(self, extent: Extent) -> None:
         self.device.discard(self.bytes_at(extent, extent.length))
         super().release(extent)

@@ -1,0 +1,207 @@
+"""Runs of plans: what their waits are put down to, and when they leave a core to reading and writing."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.simulator import RECORD_BYTES, DistantTier, RandomTransfer
+from tierstore import cores
+from tierstore.device import HostDevice
+from tierstore.pages import lies_on_small_pages
+from tierstore.stats import IoStats
+from tierstore.store import ChunkInfo, ChunkStore, Setup
+from tierstore.tiers import MemoryTier, Tier
+from tierstore.transfer import Ticket
+
+
+class Clock:
+    """Stands still unless it is told that time has passed."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class InOrder(RandomTransfer):
+    """Ends transfers one by one, in the order in which they can begin, when somebody waits; that takes its time."""
+
+    def __init__(self, clock: Clock, seconds: dict[tuple[str, str], float]) -> None:
+        super().__init__(random.Random(0))
+        self.ended: Counter[tuple[str, str]] = Counter()  # while somebody waited
+        self._clock = clock
+        self._seconds = seconds
+
+    def next_ended(self, *, wait: bool, timeout: float | None = None) -> Ticket | None:
+        while wait and self._ended.empty():
+            job = next(job for job in self._jobs if all(ticket.is_done() for ticket in job.after))
+            self._jobs.remove(job)
+            self._clock.now += self._seconds[job.ticket.route]
+            self.ended[job.ticket.route] += 1
+            job.ticket.begin()
+            job.ticket.resolve(self._copy(job))
+        return super().next_ended(wait=False)
+
+    def submit(self, *arguments: object, **options: object) -> Ticket:
+        self._chance.random = lambda: 1.0  # type: ignore[method-assign]
+        return super().submit(*arguments, **options)  # type: ignore[arg-type]
+
+
+READ, WRITE = ("nvme", "cpu"), ("cpu", "nvme")
+ORDER = range(12)
+
+
+class Bench:
+    """A store of 12 chunks, 4 of which have room in memory, whose updates take a second each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, read: float, write: float) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr("tierstore.traffic.time.perf_counter", self.clock)
+        self.transfer = InOrder(self.clock, {READ: read, WRITE: write})
+        tiers: dict[str, Tier] = {
+            "cpu": MemoryTier("cpu", HostDevice(), RECORD_BYTES),
+            "nvme": DistantTier("nvme", RECORD_BYTES),
+        }
+        tiers["cpu"].grow(4, slab_extents=4)
+        tiers["nvme"].grow(12, slab_extents=4)
+        io = IoStats("none", direct=False, paths=())
+        self.store = ChunkStore(
+            Setup(tiers, frozenset(tiers), "alternating", dict.fromkeys(tiers, 4), self.transfer, io)
+        )
+        self.store.add_chunks({chunk: ChunkInfo(RECORD_BYTES, "cpu") for chunk in ORDER})
+        self.threads: list[int] = []
+        self._is_reversed = False
+
+    def step(self) -> None:
+        order = list(ORDER)[:: -1 if self._is_reversed else 1]
+        self.store.run(order, order[::-1], self._use)
+        self._is_reversed ^= True
+
+    def _use(self, chunk: int, record: Tensor, is_fresh: bool) -> None:
+        self.clock.now += 1.0
+        self.threads.append(torch.get_num_threads())
+
+
+def test_a_wait_is_put_down_to_the_copy_that_the_chunk_stands_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read into an extent that a write is still leaving is waited for as a write until that has landed."""
+    bench = Bench(monkeypatch, read=1.0, write=100.0)
+    bench.step()
+    bench.transfer.ended.clear()
+    bench.step()
+    last = bench.store.stats().last_step
+    assert bench.transfer.ended[READ] == 8
+    assert bench.transfer.ended[WRITE] > 4
+    assert last.read_wait_seconds == 8 * 1.0
+    assert last.write_wait_seconds == bench.transfer.ended[WRITE] * 100.0
+    assert last.update_seconds == pytest.approx(12.0)
+    assert (last.bytes_read, last.bytes_written, last.bound) == (8 * RECORD_BYTES, 8 * RECORD_BYTES, "write")
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(cores, "available", lambda: 2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_step_after_one_that_files_held_up_leaves_a_core_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, read=1.0, write=1.0)
+    bench.step()  # finds out
+    bench.step()
+    assert bench.threads == [2] * 12 + [1] * 12
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_step_that_waits_for_little_takes_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than a tenth of it; with a core left free, which makes it slower, less than a fiftieth."""
+    bench = Bench(monkeypatch, read=0.05, write=0.05)
+    for _ in range(3):
+        bench.step()
+    assert bench.threads == [2] * 36
+    bench.transfer._seconds = {READ: 0.5, WRITE: 0.5}
+    bench.step()
+    bench.transfer._seconds = {READ: 0.05, WRITE: 0.05}
+    bench.step()
+    bench.transfer._seconds = {READ: 0.001, WRITE: 0.001}
+    bench.step()
+    bench.step()
+    assert bench.threads[36:] == [2] * 12 + [1] * 24 + [2] * 12
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_run_that_moves_nothing_over_files_takes_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, read=1.0, write=1.0)
+    bench.step()
+    bench.store.run([11, 10], [10, 11], bench._use)
+    assert bench.threads[12:] == [2, 2]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_core_is_left_free_on_the_calling_thread_alone_and_taken_back_whatever_happens() -> None:
+    found = []
+
+    def work() -> None:
+        with cores.leaving_one_free():
+            found.append(torch.get_num_threads())
+            thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        work()
+    assert found == [1, 2]
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("threads", "machine", "inside"), [(1, 8, 1), (4, 1, 4), (4, 8, 4), (8, 8, 7), (4, 2, 1)])
+def test_threads_that_are_few_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, threads: int, machine: int, inside: int
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cores, "available", lambda: machine)
+    try:
+        torch.set_num_threads(threads)
+        with cores.leaving_one_free():
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+SMAPS = """\
+7f0000000000-7f0000400000 rw-p 00000000 00:00 0
+Rss:                4096 kB
+AnonHugePages:      {first} kB
+VmFlags: rd wr
+7f0000400000-7f0000500000 rw-p 00000000 00:00 0
+Rss:                1024 kB
+AnonHugePages:         0 kB
+7f0001000000-7f0001400000 rw-p 00000000 00:00 0
+Rss:                4096 kB
+AnonHugePages:         0 kB
+"""
+
+
+@pytest.mark.parametrize(("huge_kilobytes", "small"), [(4096, False), (2560, False), (2048, True), (0, True)])
+def test_memory_is_on_small_pages_when_less_than_half_of_it_is_on_huge_ones(
+    tmp_path: Path, huge_kilobytes: int, small: bool
+) -> None:
+    (tmp_path / "smaps").write_text(SMAPS.format(first=huge_kilobytes))
+    slab = (0x7F0000000000, 0x500000)  # the tail of which is a mapping of its own
+    assert lies_on_small_pages([slab], tmp_path / "smaps") == small
+    assert not lies_on_small_pages([(slab[0], 1 << 20)], tmp_path / "smaps")
+    assert not lies_on_small_pages([slab], tmp_path / "absent")
