@@ -13,7 +13,7 @@ import pytest
 from tests.calls import calls_of
 from tests.simulator import RandomLife, Simulation
 from tierstore.errors import CapacityError, TransferError
-from tierstore.placement import ENOUGH_EXTENTS, Need, pipeline_needs, spread
+from tierstore.placement import ENOUGH_EXTENTS, PIPELINE_EXTENTS, Need, pipeline_needs, spread
 from tierstore.plan import (
     TRANSIT_EXTENTS,
     ChunkView,
@@ -216,6 +216,42 @@ def test_device_chunks_move_near_the_bound_over_both_links(gpu: int, cpu: int) -
     file_link = moves["nvme", "cpu"] + moves["cpu", "nvme"]
     assert 2 * (60 - gpu) <= device_link <= 2 * (60 - gpu) + 2 * ENOUGH_EXTENTS
     assert 2 * (60 - gpu - cpu) <= file_link <= 2 * (60 - gpu - cpu) + 2 * ENOUGH_EXTENTS + TRANSIT_EXTENTS
+
+
+@pytest.mark.parametrize("gpu", [3, 6, 9, 12, 15, 18, 21])
+def test_device_chunks_move_near_the_bound_whatever_the_sizes_of_both_tiers(gpu: int) -> None:
+    """Of 24 chunks those that fit the device stay, and those that fit the host beside chunks in passing go no further."""
+    for cpu in range(3, 25 - gpu, 3):
+        moves = steady_moves(["nvme"] * 24, {"gpu": gpu, "cpu": cpu, "nvme": 24}, compute="gpu", is_alternating=True)
+        assert moves["cpu", "gpu"] + moves["gpu", "cpu"] <= 2 * (24 - gpu) + 2 * ENOUGH_EXTENTS
+        in_passing = 2 * ENOUGH_EXTENTS + TRANSIT_EXTENTS
+        assert moves["nvme", "cpu"] + moves["cpu", "nvme"] <= 2 * (24 - gpu - cpu) + in_passing
+
+
+@pytest.mark.parametrize(("before", "after"), [(6, 12), (12, 6), (4, 20), (20, 4), (8, 24), (24, 8)])
+@pytest.mark.parametrize("order", ["alternating", "fixed"])
+def test_the_second_step_after_a_resize_moves_no_more_than_the_new_size_makes_necessary(
+    order: str, before: int, after: int
+) -> None:
+    """The first one adapts; of the extents all but eight count in fixed order, where they are homes."""
+    simulation = Simulation({"cpu": before, "nvme": 24}, order, seed=before)
+    simulation.add(["cpu"] * 24)
+
+    def step() -> int:
+        moved = sum(route.moves for route in simulation.store.stats().routes.values())
+        chunks = list(range(24))[:: -1 if order == "alternating" and len(steps) % 2 else 1]
+        simulation.step(chunks, chunks[::-1] if order == "alternating" else chunks)
+        simulation.settle()
+        steps.append(sum(route.moves for route in simulation.store.stats().routes.values()) - moved)
+        return steps[-1]
+
+    steps: list[int] = []
+    for _ in range(3):
+        step()
+    simulation.store.resize_tier("cpu", after)
+    step()
+    kept = after if order == "alternating" else max(0, after - PIPELINE_EXTENTS)
+    assert step() <= 2 * (24 - kept)
 
 
 @pytest.mark.parametrize("extents", [3, 8, 16, 19])
