@@ -220,7 +220,7 @@ def test_device_chunks_move_near_the_bound_over_both_links(gpu: int, cpu: int) -
 
 @pytest.mark.parametrize("gpu", [3, 6, 9, 12, 15, 18, 21])
 def test_device_chunks_move_near_the_bound_whatever_the_sizes_of_both_tiers(gpu: int) -> None:
-    """Of 24 chunks those that fit the device stay, and those that fit the host beside chunks in passing go no further."""
+    """Chunks that fit the device stay there, and those that fit the host beside what is in passing go no further."""
     for cpu in range(3, 25 - gpu, 3):
         moves = steady_moves(["nvme"] * 24, {"gpu": gpu, "cpu": cpu, "nvme": 24}, compute="gpu", is_alternating=True)
         assert moves["cpu", "gpu"] + moves["gpu", "cpu"] <= 2 * (24 - gpu) + 2 * ENOUGH_EXTENTS

@@ -62,6 +62,7 @@ def print_summary(console: Console, result: Result) -> None:
     traffic = f"{size(step.bytes_read / len(losses))} read and {size(step.bytes_written / len(losses))} written a step"
     if "nvme" in meter.stats.tiers:
         grid.add_row("nvme", f"{traffic}, by the {meter.stats.io.engine} engine")
+        grid.add_row("bound by", step.bound)
     console.print(grid, width=width)
     console.print()
     split, routes = split_table(meter.split, per="in all"), route_table(meter.routes(), per="in all")
