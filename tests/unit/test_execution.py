@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections import Counter
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fakes import FaultyEngine
 from tests.simulator import RECORD_BYTES, DistantTier, RandomTransfer
-from tierstore import cores
-from tierstore.device import HostDevice
+from tierstore import TieredStore, cores
+from tierstore.build import Parts
+from tierstore.device import HUGE_PAGE, HostDevice
+from tierstore.io import Operation
 from tierstore.pages import lies_on_small_pages
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup
@@ -182,6 +186,39 @@ def test_threads_that_are_few_stay_as_they_are(
         torch.set_num_threads(before)
 
 
+class Watching(FaultyEngine):
+    """Remembers what memory and which bytes of the file each operation is about."""
+
+    def __init__(self) -> None:
+        super().__init__(request_size=1 << 20)
+        self.operations: list[tuple[int, int, int]] = []
+
+    def submit(self, operation: Operation) -> None:
+        address = torch.frombuffer(operation.buffer, dtype=torch.uint8).data_ptr()
+        self.operations.append((address, len(operation.buffer), operation.offset))
+        super().submit(operation)
+
+
+@pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
+def test_a_chunk_is_moved_by_one_system_call_between_its_extent_and_the_file(tmp_path: Path) -> None:
+    engine = Watching()
+    policy = {
+        "chunk_size": "64KiB",
+        "tiers": {"cpu": {"capacity": "256KiB"}, "nvme": {"capacity": "1MiB", "paths": [str(tmp_path)]}},
+    }
+    with TieredStore(policy, parts=Parts(open_engine=lambda *_, **__: engine)) as store:
+        store.put("value", torch.zeros(12 << 16, dtype=torch.uint8))
+        store.get("value")
+        store.wait()
+        moves = sum(route.moves for route in store.stats().routes.values())
+        slabs = [one for tier in store.setup.tiers.values() if isinstance(tier, MemoryTier) for one in tier.ranges()]
+    own = [one for one in engine.operations if one[1] == 64 << 10]  # the others look whether direct I/O works
+    assert moves == len(own) == engine.requests > 16
+    for address, nbytes, offset in own:
+        assert any(begin <= address and address + nbytes <= begin + length for begin, length in slabs)
+        assert address % 4096 == offset % 4096 == 0
+
+
 SMAPS = """\
 7f0000000000-7f0000400000 rw-p 00000000 00:00 0
 Rss:                4096 kB
@@ -205,3 +242,25 @@ def test_memory_is_on_small_pages_when_less_than_half_of_it_is_on_huge_ones(
     assert lies_on_small_pages([slab], tmp_path / "smaps") == small
     assert not lies_on_small_pages([(slab[0], 1 << 20)], tmp_path / "smaps")
     assert not lies_on_small_pages([slab], tmp_path / "absent")
+
+
+PR_SET_THP_DISABLE = 41
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="no huge pages")
+def test_what_the_kernel_says_of_memory_with_and_without_huge_pages() -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("huge pages are switched off here")
+    system = ctypes.CDLL(None)
+    tier = MemoryTier("cpu", HostDevice(), 4 * HUGE_PAGE)
+    tier.grow(1, slab_extents=1)
+    tier._slabs[0].zero_()
+    assert system.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+    try:
+        tier.grow(1, slab_extents=1)
+        tier._slabs[1].zero_()
+    finally:
+        system.prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0)
+    with_them, without = tier.ranges()
+    assert not lies_on_small_pages([with_them])
+    assert lies_on_small_pages([without])
