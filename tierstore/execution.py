@@ -1,8 +1,7 @@
 """Carries out plans: issues moves, waits for chunks, holds each while it is used, and knows what the time went into.
 
 Every move of a plan is issued when the plan comes to it, and is waited for only where its chunk is used. A use that
-fails, or a move that does, ends the run where it is; what that means for the chunks is the store's to say. Where files
-held a run up, the next one that moves chunks over files leaves a core free for them.
+fails, or a move that does, ends the run where it is; what that means for the chunks is the store's to say.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from tierstore.pages import lies_on_small_pages
 from tierstore.plan import Move, Plan
 from tierstore.residency import Resident
 from tierstore.signals import break_point
-from tierstore.stats import WAITING_SHARE, StepStats
+from tierstore.sparing import Sparing
+from tierstore.stats import StepStats
 from tierstore.tiers import MemoryTier
 from tierstore.trace import CONTROL, Trace
 from tierstore.traffic import Traffic
-
-STILL_WAITING_SHARE = 0.02
-"""A run that leaves a core free is held up by files while it waits for this share of its time at least."""
 
 Use = Callable[[int, Tensor, bool], None]
 """Called with a chunk's number, its record (uint8, on the device of the tier that computes), whether it is fresh."""
@@ -48,18 +45,16 @@ class Execution:
         self._traffic = traffic
         self._infos = infos
         self._files = frozenset(name for name, tier in traffic.tiers.items() if not isinstance(tier, MemoryTier))
-        self._is_held_up = False  # by files, the last time that chunks were moved over them
+        self._sparing = Sparing()
         self._small_pages: tuple[list[tuple[int, int]], bool] = ([], False)  # of which memory, and what was found
 
     def run(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
         """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved."""
-        with leaving_one_free() if self._is_held_up and self._uses_files(plan) else nullcontext():
+        with leaving_one_free() if self._sparing.is_on and self._uses_files(plan) else nullcontext():
             stats = self._run(plan, use, finish)
-        if stats.bytes_read or stats.bytes_written:
-            waiting = stats.wait_seconds / (stats.update_seconds + stats.wait_seconds)
-            self._is_held_up = waiting > (STILL_WAITING_SHARE if self._is_held_up else WAITING_SHARE)
-            if stats.bound != "arithmetic":
-                return replace(stats, on_small_pages=self._lies_on_small_pages())
+        self._sparing.hear(stats)
+        if stats.bytes_read and stats.bound != "arithmetic":
+            return replace(stats, on_small_pages=self._lies_on_small_pages())
         return stats
 
     def _run(self, plan: Plan, use: Use, finish: Callable[[], None] | None) -> StepStats:

@@ -44,13 +44,13 @@ class Ticket:
         self.began_seconds = 0.0  # when it could begin, by `time.perf_counter`; 0 until then
         self.seconds = 0.0  # from then to the moment its bytes had landed
         self._error: TierstoreError | None = None
-        self._done = threading.Event()
+        self._is_done = False
         self._lock = threading.Lock()
         self._heard: list[Callable[[Ticket], None]] = []  # empty once it is done: what they hold is memory of tiers
 
     def is_done(self) -> bool:
         """Whether it has landed or failed."""
-        return self._done.is_set()
+        return self._is_done
 
     def error(self) -> TierstoreError | None:
         """Why a done transfer failed, or None."""
@@ -59,7 +59,9 @@ class Ticket:
 
     def wait(self, timeout: float | None) -> None:
         """Block until it has landed. Raises what stopped it, or TransferTimeoutError after `timeout` seconds."""
-        if not self._done.wait(timeout):
+        done = threading.Event()  # made here: most tickets are asked or heard of, and an event costs as much as they
+        self.when_done(lambda _: done.set())
+        if not done.wait(timeout):
             raise TransferTimeoutError(
                 f"moving {self.nbytes:,} bytes from {self.route[0]} to {self.route[1]} took longer than {timeout} s "
                 f"(tiers.nvme.io.timeout)"
@@ -84,7 +86,7 @@ class Ticket:
         self.seconds = time.perf_counter() - self.began_seconds if self.began_seconds else 0.0
         self._error = error
         with self._lock:
-            self._done.set()
+            self._is_done = True
             heard, self._heard = self._heard, []
         for one in heard:
             one(self)

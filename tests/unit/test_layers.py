@@ -15,7 +15,7 @@ PACKAGE = Path(tierstore.__file__).parent
 # A module imports only from groups above its own, and within a group only from names to its left.
 GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "forms", "pieces"),
-    "decide": ("units", "policy", "residency", "placement", "growth", "plan"),
+    "decide": ("units", "policy", "residency", "placement", "growth", "plan", "sparing"),
     "do": ("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "tiers", "transfer"),
     "join": ("flights", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
