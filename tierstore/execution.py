@@ -48,16 +48,17 @@ class Execution:
         self._sparing = Sparing()
         self._small_pages: tuple[list[tuple[int, int]], bool] = ([], False)  # of which memory, and what was found
 
-    def run(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
-        """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved."""
+    def step(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
+        """Run a step's plan, on one core less where that is faster; return what that took and what it moved."""
         with leaving_one_free() if self._sparing.is_on and self._uses_files(plan) else nullcontext():
-            stats = self._run(plan, use, finish)
+            stats = self.run(plan, use, finish)
         self._sparing.hear(stats)
         if stats.bytes_read and stats.bound != "arithmetic":
             return replace(stats, on_small_pages=self._lies_on_small_pages())
         return stats
 
-    def _run(self, plan: Plan, use: Use, finish: Callable[[], None] | None) -> StepStats:
+    def run(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
+        """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved."""
         traffic, trace, began = self._traffic, self._traffic.trace, time.perf_counter()
         self.used = []
         traffic.read_wait_seconds = traffic.write_wait_seconds = 0.0

@@ -21,7 +21,7 @@ from tierstore.guard import Guarded
 from tierstore.placement import Need, Room, place_homes
 from tierstore.plan import ChunkView, Plan, Update, plan_eviction, plan_fetch, plan_homes, plan_step
 from tierstore.residency import Fresh, Moving, Resident
-from tierstore.stats import IoStats, Stats, StepStats
+from tierstore.stats import IoStats, Stats
 from tierstore.tiers import MemoryTier, Tier
 from tierstore.trace import Trace
 from tierstore.traffic import Traffic
@@ -124,9 +124,7 @@ class ChunkStore(Guarded):
                 raise FailedStepError(self._failure)
             plan = self._plan(order, upcoming)
             with self._running():
-                spent = self._execute(plan, use, finish)
-            if is_step:
-                self._traffic.recorder.record_step(spent)
+                self._execute(plan, use, finish, is_step=is_step)
 
     @contextlib.contextmanager
     def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
@@ -302,10 +300,15 @@ class ChunkStore(Guarded):
             views[chunk] = ChunkView(tier, tier if is_held and tier else self._ledger.home(chunk), info.compute)
         return views
 
-    def _execute(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
-        """Carry out a plan; return what that took. A run that breaks off closes the store to further runs."""
+    def _execute(
+        self, plan: Plan, use: Use, finish: Callable[[], None] | None = None, *, is_step: bool = False
+    ) -> None:
+        """Carry out a plan. A run that breaks off closes the store to further runs."""
         try:
-            return self._execution.run(plan, use, finish)
+            if is_step:
+                self._traffic.recorder.record_step(self._execution.step(plan, use, finish))
+            else:
+                self._execution.run(plan, use, finish)
         except BaseException as error:
             self._break_off(self._execution.used, error)
             raise
