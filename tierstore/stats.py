@@ -53,7 +53,8 @@ class StepStats:
 
     `update_seconds` are those spent issuing moves and updating. A wait for a chunk counts by the copy that the chunk
     stood behind at the time: one to a faster tier as read; one to a slower tier, which was still leaving the extent
-    that the chunk needed, as write. `bytes_read` and `bytes_written` are from and to swap files.
+    that the chunk needed, as write. An accelerator's updates are only queued: what waits for them counts as waiting for
+    the copies that follow them. `bytes_read` and `bytes_written` are from and to swap files.
     """
 
     count: int = 0
