@@ -9,8 +9,9 @@ import errno
 import os
 import random
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from tierstore.arena import Extent
 from tierstore.build import Parts
 from tierstore.device import Device, Event, HostDevice, map_host_memory
 from tierstore.errors import TransferError
-from tierstore.io.base import Engine, Kind, Operation, Progress, Request
+from tierstore.io.base import Engine, Kind, Lane, Operation, Progress, Request
 from tierstore.io.threads import ThreadsEngine
 from tierstore.tiers import FileTier, Tier
 from tierstore.transfer import Ticket, TransferEngine
@@ -143,6 +144,32 @@ class FaultyEngine(ThreadsEngine):
             return 0
         call = os.preadv if request.operation.kind is Kind.READ else os.pwritev
         return call(request.operation.fd, [request.view[:most_bytes]], request.offset)
+
+
+class TokenBucketEngine(ThreadsEngine):
+    """A real engine whose paths have rates: requests of a path take their turns at so many bytes per second.
+
+    `rates` gives them by the beginning of a path. A bucket holds a `burst` of seconds, which makes up for a late thread.
+    """
+
+    def __init__(self, rates: Mapping[str, float], *, request_size: int = 256 << 10, burst: float = 0.02) -> None:
+        super().__init__(threads=4, queue_depth=4, request_size=request_size)
+        self.rates = dict(rates)
+        self._burst = burst
+        self._full_at: dict[str, float] = {}  # when each path's bucket has filled up again
+        self._turn = threading.Condition()
+
+    def transfer(self, request: Request) -> int:
+        self._wait_for_tokens(request)
+        return super().transfer(request)
+
+    def _wait_for_tokens(self, request: Request) -> None:
+        path = next(path for path in self.rates if request.operation.path.startswith(path))
+        with self._turn:
+            now = time.perf_counter()
+            begin = max(self._full_at.get(path, 0.0), now - self._burst)
+            self._full_at[path] = begin + len(request.view) / self.rates[path]
+            self._turn.wait_for(lambda: False, self._full_at[path] - now)
 
 
 # --- device
@@ -406,6 +433,21 @@ class HonestDevice:
             stream.close()
 
 
+class _HonestLane:
+    def __init__(self, carry: Callable[[Request], None], schedule: Schedule) -> None:
+        self._carry = carry
+        self._schedule = schedule
+        self._streams = [HonestStream(schedule, f"io-{number}") for number in range(4)]
+
+    def put(self, request: Request) -> None:
+        self._schedule.chance.choice(self._streams).add(lambda: self._carry(request))
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+            self._schedule.leave(stream)
+
+
 class HonestEngine(ThreadsEngine):
     """Real reads and writes of real files, each request when the schedule chooses it, in any order."""
 
@@ -413,7 +455,6 @@ class HonestEngine(ThreadsEngine):
         Engine.__init__(self, request_size=request_size)
         self.under_way = 0  # operations wholly queued and not over
         self._schedule = schedule
-        self._streams = [HonestStream(schedule, f"io-{number}") for number in range(4)]
 
     def submit(self, operation: Operation) -> None:
         if operation.kind is Kind.READ:
@@ -432,13 +473,8 @@ class HonestEngine(ThreadsEngine):
         with self._schedule.changed:
             self.under_way -= 1
 
-    def _start(self, request: Request) -> None:
-        self._schedule.chance.choice(self._streams).add(lambda: self._carry(request))
-
-    def _stop(self) -> None:
-        for stream in self._streams:
-            stream.close()
-            self._schedule.leave(stream)
+    def _open_lane(self, path: str) -> Lane:
+        return _HonestLane(self._carry, self._schedule)
 
 
 class HonestTransfer(TransferEngine):

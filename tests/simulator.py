@@ -7,6 +7,7 @@ it among those whose predecessors have ended. Extents are poisoned when freed an
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from tests.fakes import POISON, PoisoningDevice
 from tierstore.arena import Arena, Extent
 from tierstore.device import Event
-from tierstore.errors import CapacityError, TierstoreError, TransferCancelledError, TransferError
+from tierstore.errors import CapacityError, DiskFullError, TierstoreError, TransferCancelledError, TransferError
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup
 from tierstore.tiers import MemoryTier, Tier
@@ -28,11 +29,12 @@ RECORD_BYTES = 4096
 
 
 class DistantTier(Tier):
-    """Memory that behaves as swap files do: extents dealt out over slabs, no kernels, no move from it to itself."""
+    """Memory that behaves as swap files do: slabs on several paths, no kernels, no move from it to itself."""
 
-    def __init__(self, name: str, extent_bytes: int) -> None:
-        super().__init__(name, Arena(name, extent_bytes, spread=True))
-        self._slabs: list[Tensor] = []
+    def __init__(self, name: str, extent_bytes: int, paths: int = 1) -> None:
+        super().__init__(name, Arena(name, extent_bytes), [f"/swap{path}" for path in range(paths)])
+        self.most: dict[int, int] = {}  # extents that a path has room for, if not for any number
+        self._slabs: dict[int, Tensor] = {}
 
     def bytes_at(self, extent: Extent, nbytes: int) -> Tensor:
         """View the first `nbytes` of an extent."""
@@ -45,16 +47,29 @@ class DistantTier(Tier):
     def close(self) -> None:
         self._slabs.clear()
 
-    def _reserve(self, nbytes: int) -> None:
-        self._slabs.append(torch.full((nbytes,), POISON, dtype=torch.uint8))
+    def _reserve(self, nbytes: int, path: int) -> None:
+        if self.arena.reserved_on(path) + nbytes // self.arena.extent_bytes > self.most.get(path, 1 << 30):
+            raise DiskFullError(errno.ENOSPC, "injected", self.paths[path])
+        self._slabs[self.arena.next_slab] = torch.full((nbytes,), POISON, dtype=torch.uint8)
 
-    def _give_back(self, nbytes: int) -> None:
-        assert self._slabs.pop().numel() == nbytes
+    def _give_back(self, nbytes: int, path: int) -> None:
+        gone = [slab for slab in self._slabs if not self.arena.has_slab(slab)]
+        assert sum(self._slabs.pop(slab).numel() for slab in gone) == nbytes
+
+
+class TimedTicket(Ticket):
+    """A ticket whose times are told, not measured, so that nothing depends on the machine."""
+
+    times = 0.0, 0.0
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self.times
 
 
 @dataclass(eq=False)
 class _Job:
-    ticket: Ticket
+    ticket: TimedTicket
     source: Tensor
     destination: Tensor
     after: Sequence[Ticket]
@@ -67,6 +82,7 @@ class RandomTransfer(TransferEngine):
         super().__init__(None)
         self._chance = chance
         self._fails = fails
+        self._times = random.Random(1)
         self._jobs: list[_Job] = []
 
     def submit(
@@ -81,7 +97,7 @@ class RandomTransfer(TransferEngine):
         (one, extent), (other, place) = source, destination
         assert isinstance(one, MemoryTier | DistantTier) and isinstance(other, MemoryTier | DistantTier)
         assert isinstance(one, MemoryTier) or isinstance(other, MemoryTier)
-        ticket = Ticket((one.name, other.name), nbytes)
+        ticket = TimedTicket((one.name, other.name), nbytes)
         ticket.when_done(self._ended.put)
         self._jobs.append(_Job(ticket, one.bytes_at(extent, nbytes), other.bytes_at(place, nbytes), tuple(after)))
         while self._jobs and self._chance.random() < 0.3:
@@ -110,7 +126,8 @@ class RandomTransfer(TransferEngine):
         able = [job for job in self._jobs if all(ticket.is_done() for ticket in job.after)]
         job = self._chance.choice(able)
         self._jobs.remove(job)
-        job.ticket.begin()
+        began = self._times.random()
+        job.ticket.times = began, began + self._times.random()
         job.ticket.resolve(self._copy(job))
 
     def _copy(self, job: _Job) -> TierstoreError | None:
@@ -146,7 +163,7 @@ class Simulation:
             name: MemoryTier(name, PoisoningDevice(), RECORD_BYTES) for name in self.capacity if name != "nvme"
         }
         if "nvme" in self.capacity:
-            tiers["nvme"] = DistantTier("nvme", RECORD_BYTES)
+            tiers["nvme"] = DistantTier("nvme", RECORD_BYTES, paths=1 + self.seed % 3)
         slabs = {name: max(1, extents // 4) for name, extents in self.capacity.items()}
         for name, extents in self.capacity.items():
             tiers[name].grow(extents, slab_extents=slabs[name])
@@ -371,7 +388,7 @@ class RandomLife:
         for chunk in self.simulation.expected:
             if self.simulation.leased[chunk] and store.home_of(chunk) != self.simulation.computes[chunk]:
                 taken[self.simulation.computes[chunk]] += 1
-        return min(store.setup.tiers[tier].arena.capacity - taken[tier] for tier in self.capacity)
+        return min(store.setup.tiers[tier].arena.lasting - taken[tier] for tier in self.capacity)
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -386,5 +403,5 @@ class RandomLife:
         store = self.simulation.store
         return (
             {chunk: store.home_of(chunk) for chunk in self.simulation.expected},
-            {tier: store.setup.tiers[tier].arena.capacity for tier in self.capacity},
+            {tier: store.setup.tiers[tier].arena.lasting for tier in self.capacity},
         )

@@ -1,8 +1,9 @@
 """Owns which extents of one tier are free. Knows nothing of chunks, bytes or devices.
 
 Every extent is free, owned, draining or quarantined, exactly once. All extents of an arena are equally long, so any
-free one serves any chunk and no history can fragment it. The arena grows and shrinks by whole slabs: the last slab is
-condemned first (nothing is taken from it any more), and removed once its extents have come back.
+free one serves any chunk and no history can fragment it. The arena grows and shrinks by whole slabs, each of which lies
+on one path (a swap folder, by number; memory has only path 0). A slab is condemned first (nothing is taken from it any
+more), and removed once its extents have come back.
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ class Extent:
     length: int
 
 
+@dataclass(slots=True)
+class _Slab:
+    extents: int
+    path: int
+    made: int = 0  # how many of them were made; the last one made is free as long as there are more
+
+    @property
+    def unmade(self) -> int:
+        return self.extents - self.made
+
+
 class Arena:
     """The extents of one tier.
 
-    `spread=False` takes the lowest slab's extents first, so that the last slab empties by itself; `spread=True` takes
-    turns between the slabs, which stripes chunks over the swap paths behind them. Extents that were never taken cost
-    nothing but the first of each slab: a tier may be far larger than what is in it.
+    Of a path the lowest slab's extents are taken first, so that the last slab empties by itself. Extents that were
+    never taken cost nothing but the first of each slab: a tier may be far larger than what is in it.
     """
 
-    def __init__(self, tier: str, extent_bytes: int, *, spread: bool = False) -> None:
+    def __init__(self, tier: str, extent_bytes: int) -> None:
         self.tier = tier
         self.extent_bytes = extent_bytes
-        self._spread = spread
-        self._slabs: list[int] = []  # number of extents in each slab
-        self._made: list[int] = []  # how many of them were made; the last one made is free as long as there are more
-        self._free: list[tuple[int, int, Extent]] = []  # heap: what may be taken
+        self._slabs: dict[int, _Slab] = {}  # by number; numbers only grow from one slab to the next
+        self._free: dict[int, list[tuple[int, int, Extent]]] = {}  # heaps by path: what may be taken
         self._idle: dict[int, list[Extent]] = {}  # free extents of condemned slabs
         self._owned: set[Extent] = set()
         self._draining: set[Extent] = set()
@@ -47,23 +56,44 @@ class Arena:
 
     @property
     def slabs(self) -> tuple[int, ...]:
-        """Extents in each slab, by slab number."""
-        return tuple(self._slabs)
+        """Extents in each slab, the oldest first."""
+        return tuple(slab.extents for slab in self._slabs.values())
+
+    @property
+    def last_slab(self) -> int:
+        """The number of the newest slab."""
+        return next(reversed(self._slabs))
+
+    @property
+    def next_slab(self) -> int:
+        """The number that the next slab will have."""
+        return self.last_slab + 1 if self._slabs else 0
 
     @property
     def capacity(self) -> int:
         """Extents in all, condemned ones included."""
-        return sum(self._slabs)
+        return sum(slab.extents for slab in self._slabs.values())
+
+    @property
+    def lasting(self) -> int:
+        """Extents of slabs that are not condemned."""
+        return self.capacity - self.condemned
+
+    @property
+    def condemned(self) -> int:
+        """Extents of condemned slabs."""
+        return sum(self._slabs[number].extents for number in self._idle)
 
     @property
     def available(self) -> int:
         """Extents that `take` can still give out."""
-        return len(self._free) + self._unmade(len(self._slabs) - len(self._idle))
+        unmade = sum(slab.unmade for number, slab in self._slabs.items() if self._is_open(number))
+        return sum(map(len, self._free.values())) + unmade
 
     @property
     def free(self) -> int:
         """Extents nobody uses, those of condemned slabs included."""
-        return len(self._free) + sum(map(len, self._idle.values())) + self._unmade(len(self._slabs))
+        return self.available + sum(len(idle) + self._slabs[number].unmade for number, idle in self._idle.items())
 
     @property
     def owned(self) -> int:
@@ -80,50 +110,95 @@ class Arena:
         """Extents that a timed-out request may still touch; never used again."""
         return len(self._quarantined)
 
-    def grow(self, extents: int) -> int:
-        """Add a slab of `extents` extents and return its number."""
-        slab = len(self._slabs)
-        self._slabs.append(extents)
-        self._made.append(0)
+    def has_room(self, path: int) -> bool:
+        """Whether `take` can still give out an extent of this path."""
+        return bool(self._free.get(path))
+
+    def slabs_on(self, path: int) -> tuple[int, ...]:
+        """The numbers of a path's slabs that are not condemned, the oldest first."""
+        return tuple(number for number, slab in self._slabs.items() if slab.path == path and self._is_open(number))
+
+    def last_slab_on(self, path: int) -> int:
+        """The number of the newest slab on a path that has one."""
+        return next(number for number, slab in reversed(self._slabs.items()) if slab.path == path)
+
+    def has_slab(self, slab: int) -> bool:
+        """Whether there is a slab of this number."""
+        return slab in self._slabs
+
+    def extents_of(self, slab: int) -> int:
+        """How many extents a slab has."""
+        return self._slabs[slab].extents
+
+    def path_of(self, slab: int) -> int:
+        """The path that a slab lies on."""
+        return self._slabs[slab].path
+
+    def reserved_on(self, path: int) -> int:
+        """Extents of a path, those of condemned slabs left out."""
+        return sum(map(self.extents_of, self.slabs_on(path)))
+
+    def owned_on(self, path: int) -> int:
+        """Owned extents of a path."""
+        return sum(self.path_of(extent.slab) == path for extent in self._owned)
+
+    def grow(self, extents: int, *, path: int = 0) -> int:
+        """Add a slab of `extents` extents on a path and return its number."""
+        number = self.next_slab
+        self._slabs[number] = _Slab(extents, path)
+        self._free.setdefault(path, [])
         if extents:
-            self._make_next(slab)
-        return slab
+            self._make_next(number)
+        return number
+
+    def condemn(self, slab: int) -> frozenset[Extent]:
+        """Take nothing more from a slab; return its extents that are still in use."""
+        heap = self._free[self._slabs[slab].path]
+        self._idle[slab] = [extent for _, _, extent in heap if extent.slab == slab]
+        heap[:] = [entry for entry in heap if entry[2].slab != slab]
+        heapq.heapify(heap)
+        return self.in_use(slab)
 
     def condemn_last(self) -> frozenset[Extent]:
         """Take nothing more from the last slab not yet condemned; return its extents that are still in use."""
-        slab = len(self._slabs) - len(self._idle) - 1
-        self._idle[slab] = [extent for _, _, extent in self._free if extent.slab == slab]
-        self._free = [entry for entry in self._free if entry[2].slab != slab]
-        heapq.heapify(self._free)
+        return self.condemn(next(number for number in reversed(self._slabs) if self._is_open(number)))
+
+    def in_use(self, slab: int) -> frozenset[Extent]:
+        """The extents of a slab that are not free."""
         return frozenset(extent for extent in self._owned | self._draining | self._quarantined if extent.slab == slab)
 
-    def reprieve(self) -> None:
-        """Make all condemned slabs ordinary again."""
-        idle, self._idle = self._idle, {}
-        for extents in idle.values():
-            for extent in extents:
+    def is_condemned(self, extent: Extent) -> bool:
+        """Whether the extent, once it is free, will not be taken any more."""
+        return extent.slab in self._idle
+
+    def reprieve(self, slab: int | None = None) -> None:
+        """Make a condemned slab ordinary again, or all of them."""
+        for number in list(self._idle) if slab is None else [slab]:
+            for extent in self._idle.pop(number):
                 self._make_free(extent)
 
-    def remove_last(self) -> int:
-        """Remove the last slab, which must be condemned and unused; return how many extents it had."""
-        slab = len(self._slabs) - 1
-        if slab not in self._idle or len(self._idle[slab]) != self._made[slab]:
+    def remove(self, slab: int) -> int:
+        """Remove a slab, which must be condemned and unused; return how many extents it had."""
+        if slab not in self._idle or len(self._idle[slab]) != self._slabs[slab].made:
             raise InvariantError(f"slab {slab} of tier {self.tier} cannot be removed: some of its extents are in use")
-        del self._idle[slab], self._made[slab]
-        return self._slabs.pop()
+        del self._idle[slab]
+        return self._slabs.pop(slab).extents
 
     # -- extents ------------------------------------------------------------------------------------------------
 
-    def take(self) -> Extent:
-        """Own a free extent. Raises CapacityError when there is none."""
-        if not self._free:
+    def take(self, path: int | None = None) -> Extent:
+        """Own a free extent of a path, or of any. Raises CapacityError when there is none."""
+        if path is None:
+            path = next((path for path, heap in self._free.items() if heap), 0)
+        if not self._free.get(path):
             raise CapacityError(
                 f"tier {self.tier}: all {self.capacity} extents of {self.extent_bytes} bytes are in use; "
                 f"raise tiers.{self.tier}.capacity"
             )
-        extent = heapq.heappop(self._free)[2]
-        is_last_made = extent.offset == (self._made[extent.slab] - 1) * self.extent_bytes
-        if is_last_made and self._made[extent.slab] < self._slabs[extent.slab]:
+        extent = heapq.heappop(self._free[path])[2]
+        slab = self._slabs[extent.slab]
+        is_last_made = extent.offset == (slab.made - 1) * self.extent_bytes
+        if is_last_made and slab.unmade:
             self._make_next(extent.slab)
         self._owned.add(extent)
         self.peak_owned = max(self.peak_owned, len(self._owned))
@@ -150,9 +225,11 @@ class Arena:
 
     def check(self) -> None:
         """Raise InvariantError unless every extent is in exactly one state."""
-        free = [entry[2] for entry in self._free] + [extent for idle in self._idle.values() for extent in idle]
+        free = [entry[2] for heap in self._free.values() for entry in heap]
+        free += [extent for idle in self._idle.values() for extent in idle]
         everywhere = [*free, *self._owned, *self._draining, *self._quarantined]
-        if len(set(everywhere)) != len(everywhere) or len(everywhere) != sum(self._made):
+        made = sum(slab.made for slab in self._slabs.values())
+        if len(set(everywhere)) != len(everywhere) or len(everywhere) != made:
             raise InvariantError(
                 f"tier {self.tier}: owned {self.owned} + draining {self.draining} + free {self.free} + quarantined "
                 f"{self.quarantined} is not its capacity of {self.capacity} extents, each once"
@@ -162,18 +239,16 @@ class Arena:
         """Whether the extent holds, receives or is promised a chunk."""
         return extent in self._owned
 
-    def _unmade(self, slabs: int) -> int:
-        """Extents of the first so many slabs that were not made yet."""
-        return sum(self._slabs[:slabs]) - sum(self._made[:slabs])
+    def _is_open(self, slab: int) -> bool:
+        return slab not in self._idle
 
     def _make_next(self, slab: int) -> None:
-        self._make_free(Extent(slab, self._made[slab] * self.extent_bytes, self.extent_bytes))
-        self._made[slab] += 1
+        made = self._slabs[slab].made
+        self._make_free(Extent(slab, made * self.extent_bytes, self.extent_bytes))
+        self._slabs[slab].made += 1
 
     def _make_free(self, extent: Extent) -> None:
-        position = extent.offset // self.extent_bytes
-        rank = (position, extent.slab) if self._spread else (extent.slab, position)
-        heapq.heappush(self._free, (*rank, extent))
+        heapq.heappush(self._free[self._slabs[extent.slab].path], (extent.slab, extent.offset, extent))
 
     def _leave(self, owners: set[Extent], extent: Extent) -> None:
         if extent not in owners:

@@ -20,7 +20,7 @@ from tierstore.device import Device, host_for, open_device
 from tierstore.errors import PolicyError
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
-from tierstore.placement import Asked, Need, Room, auto_chunk_bytes, place_homes, size_tiers, whole_pages
+from tierstore.placement import Asked, Need, Room, auto_chunk_bytes, place_homes, size_tiers, whole_pages, with_choice
 from tierstore.policy import GpuTier, IoSettings, NvmeTier, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
 from tierstore.stats import IoStats
@@ -109,6 +109,8 @@ class Plant:
         needs = [Need(info.compute, info.named) for info in infos]
         asked = self.asked(any(need.compute == "cpu" for need in needs), extent_bytes)
         rooms = size_tiers(needs, asked, order=self.order)
+        if "nvme" in asked and asked["nvme"].extents is None:
+            rooms["nvme"] = with_choice(rooms["nvme"], self._paths("nvme", rooms["nvme"]))
         place_homes(needs, rooms, order=self.order, extent_bytes=extent_bytes)
         return {name: rooms[name] for name in ("gpu", "cpu", "nvme") if name in rooms}
 
@@ -128,7 +130,7 @@ class Plant:
         if nvme is None or not room.extents:
             return
         folders = swap_folders(nvme.paths)
-        dealt = FileTier.dealt(room.extents, _slab_extents(room), len(folders))
+        dealt = FileTier.dealt(room.extents, _slab_extents(room, len(folders)), len(folders))
         check_space({folder: count * extent_bytes for folder, count in zip(folders, dealt, strict=True)})
 
     def build(self, rooms: Mapping[str, Room], extent_bytes: int, *, growing: Collection[str] = ()) -> Setup:
@@ -144,7 +146,7 @@ class Plant:
             if engine is not None:
                 undo.callback(engine.close)
             tiers: dict[str, Tier] = {}
-            slabs = {name: _slab_extents(room) for name, room in rooms.items()}
+            slabs = {name: _slab_extents(room, self._paths(name, room)) for name, room in rooms.items()}
             slabs |= dict.fromkeys(growing, max(1, min(EXTENTS_GROWN, BYTES_GROWN // extent_bytes)))
             for name, room in rooms.items():
                 if name == "nvme" and not uses_files:
@@ -174,7 +176,19 @@ class Plant:
                 name, self.parts.host_for(self.parameters_on, pin_memory=self._pins_memory()), extent_bytes
             )
         assert self.policy.tiers.nvme is not None and engine is not None
-        return FileTier(name, _open_files(self.policy.tiers.nvme, engine), extent_bytes)
+        tier = FileTier(name, _open_files(self.policy.tiers.nvme, engine), extent_bytes)
+        try:
+            for file in tier.files:
+                engine.prepare(file.path)
+        except BaseException:
+            tier.close()
+            raise
+        return tier
+
+    def _paths(self, name: str, room: Room) -> int:
+        """On how many paths a tier lies."""
+        nvme = self.policy.tiers.nvme
+        return len(swap_folders(nvme.paths)) if name == "nvme" and nvme is not None and room.extents else 1
 
     def _pins_memory(self) -> bool:
         cpu = self.policy.tiers.cpu
@@ -259,8 +273,8 @@ def _why_no_gpu(gpu_tier: GpuTier) -> str:
     return "the parameters are on the CPU" if gpu_tier.device == "auto" else f"there is no {gpu_tier.device} here"
 
 
-def _slab_extents(room: Room) -> int:
-    return max(1, room.extents // SLABS_PER_TIER)
+def _slab_extents(room: Room, paths: int = 1) -> int:
+    return max(1, room.extents // (SLABS_PER_TIER * paths))
 
 
 def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:

@@ -80,7 +80,11 @@ class Flights:
 
     def next_leaving(self, tier: str) -> Flight | None:
         """The flight that has been leaving an unpromised extent of the tier for longest."""
-        return next(iter(self._leaving[tier]), None)
+        return next(self.all_leaving(tier), None)
+
+    def all_leaving(self, tier: str) -> Iterator[Flight]:
+        """The flights that are leaving unpromised extents of the tier, the longest under way first."""
+        return iter(self._leaving[tier])
 
     def add(self, flight: Flight) -> None:
         """Enter a flight; if it claims another's source, that is promised from now on."""

@@ -112,7 +112,7 @@ class PieceStore(ChunkStore):
             needs, self._rooms(), self._growing, slabs, order=self.setup.order, extent_bytes=self._extent_bytes
         )
         for name in reversed(self._line):  # files first: a full disk must change nothing
-            missing = rooms[name].extents - arenas[name].capacity
+            missing = rooms[name].extents - arenas[name].lasting
             self.setup.tiers[name].grow(missing, slab_extents=slabs[name])
 
     def _check_pieces(self, values: Iterable[Sequence[Piece]]) -> None:

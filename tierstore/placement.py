@@ -66,6 +66,16 @@ def size_tiers(needs: Sequence[Need], asked: Mapping[str, Asked], *, order: str)
     return rooms
 
 
+def with_choice(room: Room, paths: int) -> Room:
+    """Add extents to a tier on several paths, so that a chunk on its way there finds some free on the path that suits.
+
+    Each path gets a pipeline's, or a sixteenth of the tier if that is less.
+    """
+    if paths == 1 or not room.extents:
+        return room
+    return replace(room, extents=room.extents + paths * min(PIPELINE_EXTENTS, max(1, room.extents // 16)))
+
+
 def place_homes(needs: Sequence[Need], rooms: Mapping[str, Room], *, order: str, extent_bytes: int) -> list[str]:
     """Choose the home of each chunk, in order. Raises CapacityError with the numbers when there is no room."""
     kept = [need.home for need in needs]

@@ -36,6 +36,21 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PathStats:
+    """One swap folder now: what it has reserved and in use, its share of the tier's chunks, what moved since the start.
+
+    `bytes_per_second` is measured while it is busy, over the last few transfers, reads and writes; 0 before the first.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    share: float
+    bytes_per_second: float
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
 class RouteStats:
     """All moves from one tier to another since the store was made; the percentiles are of one move's latency."""
 
@@ -111,7 +126,7 @@ class IoStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A store at one moment. Routes are keyed `cpu->nvme`; one without a move yet has no entry.
+    """A store at one moment. Routes are keyed `cpu->nvme`; one without a move yet has no entry. Paths, by folder.
 
     `step` is of all optimizer steps since the store was made, `last_step` of the last one.
     """
@@ -121,12 +136,13 @@ class Stats:
     step: StepStats
     last_step: StepStats
     io: IoStats
+    paths: Mapping[str, PathStats] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Answer the same as plain dicts, lists and numbers, equal to what JSON gives back."""
         io = {**asdict(self.io), "paths": list(self.io.paths)}
-        steps = {"step": self.step.to_dict(), "last_step": self.last_step.to_dict()}
-        return {"tiers": _plain(self.tiers), "routes": _plain(self.routes), **steps, "io": io}
+        plain = {"tiers": _plain(self.tiers), "routes": _plain(self.routes), "paths": _plain(self.paths)}
+        return {**plain, "step": self.step.to_dict(), "last_step": self.last_step.to_dict(), "io": io}
 
 
 class Histogram:
@@ -192,11 +208,11 @@ class Recorder:
         """Add one finished step."""
         self._step, self.last_step = self._step + step, step
 
-    def snapshot(self, tiers: Mapping[str, TierStats], io: IoStats) -> Stats:
+    def snapshot(self, tiers: Mapping[str, TierStats], io: IoStats, paths: Mapping[str, PathStats] = {}) -> Stats:
         """Read everything at once, with what the tiers and the engine say of themselves."""
         routes = {name: route.stats() for name, route in self._routes.items()}
-        return Stats(tiers=dict(tiers), routes=routes, step=self._step, last_step=self.last_step, io=io)
+        return Stats(dict(tiers), routes, self._step, self.last_step, io, dict(paths))
 
 
-def _plain(stats: Mapping[str, TierStats] | Mapping[str, RouteStats]) -> dict[str, Any]:
+def _plain(stats: Mapping[str, TierStats] | Mapping[str, RouteStats] | Mapping[str, PathStats]) -> dict[str, Any]:
     return {name: asdict(value) for name, value in stats.items()}

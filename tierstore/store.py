@@ -122,6 +122,7 @@ class ChunkStore(Guarded):
             self._traffic.raise_errors()
             if self._failure is not None:
                 raise FailedStepError(self._failure)
+            self._move_room()
             plan = self._plan(order, upcoming)
             with self._running():
                 self._execute(plan, use, finish, is_step=is_step)
@@ -210,6 +211,7 @@ class ChunkStore(Guarded):
         """
         with self._entered():
             self.wait()
+            self._move_room(to_the_end=True)
             tier = self.setup.tiers[name]
             before, slab = tier.arena.capacity, max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
             slower = self._line[self._line.index(name) + 1 :] if extents > before else ()
@@ -222,6 +224,14 @@ class ChunkStore(Guarded):
                 self._shrink(tier, before)
                 raise
             self._shrink(tier, extents)
+
+    def _move_room(self, *, to_the_end: bool = False) -> None:
+        """Let room move between the paths of a tier; `to_the_end`: finish what has begun instead."""
+        for name, striping in self._traffic.striping.items():
+            with contextlib.nullcontext() if to_the_end else contextlib.suppress(CapacityError):  # there is a next time
+                for extent in striping.in_the_way() if to_the_end else striping.move_room():
+                    self._vacate(self.setup.tiers[name], Resident(name, extent))
+            striping.give_back()
 
     def _shrink(self, tier: Tier, extents: int) -> None:
         """Empty and give back slabs from the last on, as long as `extents` are left."""
@@ -257,7 +267,7 @@ class ChunkStore(Guarded):
             self._traffic.wait_for_all()
 
     def _rooms(self) -> dict[str, Room]:
-        return {name: Room(tier.arena.capacity, name in self.setup.homes) for name, tier in self.setup.tiers.items()}
+        return {name: Room(tier.arena.lasting, name in self.setup.homes) for name, tier in self.setup.tiers.items()}
 
     def _homes_for(
         self, infos: Mapping[int, ChunkInfo], rooms: Mapping[str, Room], *, anew: Sequence[str] = ()
@@ -328,7 +338,8 @@ class ChunkStore(Guarded):
         with self._entered(may_nest=True):
             chunks = Counter(self._ledger.bound_for(chunk) for chunk in self._ledger)
             tiers = {name: tier.stats(chunks[name]) for name, tier in self.setup.tiers.items()}
-            return self._traffic.recorder.snapshot(tiers, self.setup.io)
+            paths = {folder: one for each in self._traffic.striping.values() for folder, one in each.stats().items()}
+            return self._traffic.recorder.snapshot(tiers, self.setup.io, paths)
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[Trace]:

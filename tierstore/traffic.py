@@ -11,12 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from tierstore.arena import Arena
 from tierstore.device import Event
 from tierstore.errors import InvariantError, TierstoreError, TransferCancelledError, TransferError, TransferTimeoutError
 from tierstore.flights import Flight, Flights
 from tierstore.plan import Move
 from tierstore.residency import Ledger, Moving, Resident
 from tierstore.stats import Recorder
+from tierstore.striping import Striping
 from tierstore.tiers import MemoryTier, Tier
 from tierstore.trace import CONTROL, Trace
 from tierstore.transfer import Ticket, TransferEngine
@@ -43,6 +45,7 @@ class Traffic:
         self.describe = describe
         self._transfer = transfer
         self._timeout_seconds = timeout_seconds
+        self.striping = {name: Striping(tier) for name, tier in tiers.items() if tier.paths}
         self._flights = Flights(iter(tiers))
         self._by_ticket: dict[Ticket, Flight] = {}
         self._errors: list[TierstoreError] = []
@@ -62,14 +65,14 @@ class Traffic:
         Its extent is free, or one that another chunk is still leaving: the copy then follows that one's.
         """
         if move.source is None:
-            self._flights.add(Flight(move.chunk, None, *self._extent_in(move.destination)))
+            self._flights.add(Flight(move.chunk, None, *self._extent_in(move.destination, nbytes)))
         else:
             self.send(move.chunk, move.destination, nbytes)
 
     def send(self, chunk: int, tier: str, nbytes: int) -> None:
         """Begin one hop of a chunk to a tier (its own, too: to another extent there)."""
         previous = self._flights.of(chunk)
-        place, claims = self._extent_in(tier)
+        place, claims = self._extent_in(tier, nbytes)
         try:
             source = self.ledger.begin_move(chunk, place)
         except BaseException:
@@ -96,18 +99,45 @@ class Traffic:
             ready=None if previous else self.last_use.get(flight.chunk),
         )
         self._by_ticket[flight.ticket] = flight
+        for place, is_write in ((source, False), (destination, True)):
+            if place.tier in self.striping:
+                self.striping[place.tier].watch(place.extent, flight.ticket, is_write=is_write)
 
-    def _extent_in(self, tier: str) -> tuple[Resident, Flight | None]:
-        """Take a free extent, or claim the one that another chunk has been leaving for longest."""
-        leaving = self._flights.next_leaving(tier)
-        if self.tiers[tier].arena.available or leaving is None or leaving.source is None:
-            return Resident(tier, self.tiers[tier].arena.take()), None
-        return leaving.source, leaving
+    def _extent_in(self, tier: str, nbytes: int) -> tuple[Resident, Flight | None]:
+        """Take a free extent, or claim the one that another chunk has been leaving for longest, on the path chosen."""
+        arena, striping = self.tiers[tier].arena, self.striping.get(tier)
+        if striping is None or not striping.has_choice:
+            path, claimed = 0, self._flights.next_leaving(tier)
+        else:
+            leaving = self._leaving_by_path(tier)
+            path = striping.choose(nbytes, promised=leaving)
+            claimed = leaving.get(path)
+        if arena.has_room(path) or claimed is None or claimed.source is None:
+            return Resident(tier, arena.take(path)), None
+        return claimed.source, claimed
+
+    def _leaving_by_path(self, tier: str) -> dict[int, Flight]:
+        """Of each path of a tier, the flight that has been leaving an extent that may be claimed for longest."""
+        arena = self.tiers[tier].arena
+        by_path: dict[int, Flight] = {}
+        for flight in self._flights.all_leaving(tier):
+            if flight.source is not None and not arena.is_condemned(flight.source.extent):
+                by_path.setdefault(arena.path_of(flight.source.extent.slab), flight)
+        return by_path
 
     def room(self) -> dict[str, int]:
         """Extents of each tier that are free, or are being left and promised to nobody."""
         self.drain()
-        return {name: tier.arena.available + self._flights.leaving(name) for name, tier in self.tiers.items()}
+        return {name: self._room_in(name, tier.arena) for name, tier in self.tiers.items()}
+
+    def _room_in(self, name: str, arena: Arena) -> int:
+        leaving = self._flights.leaving(name)
+        if arena.condemned:
+            leaving -= sum(
+                flight.source is not None and arena.is_condemned(flight.source.extent)
+                for flight in self._flights.all_leaving(name)
+            )
+        return arena.available + leaving
 
     def wait_for_room(self) -> dict[str, int]:
         """As `room`, but first wait for kernels that are still at extents of deleted chunks."""
@@ -278,8 +308,8 @@ class Traffic:
             if len(owned) != tier.arena.owned or not all(tier.arena.is_owned(place.extent) for place in owned):
                 raise InvariantError(f"tier {name} counts {tier.arena.owned} owned extents, the ledger {len(owned)}")
             homes = sum(self.ledger.home(chunk) == name for chunk in self.ledger)
-            if homes > tier.arena.capacity:
-                raise InvariantError(f"tier {name} is home to {homes} chunks but has {tier.arena.capacity} extents")
+            if homes > tier.arena.lasting:
+                raise InvariantError(f"tier {name} is home to {homes} chunks but has {tier.arena.lasting} extents")
         self._check_hops()
 
     def _check_hops(self) -> None:

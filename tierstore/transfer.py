@@ -57,6 +57,11 @@ class Ticket:
         assert self.is_done()
         return self._error
 
+    @property
+    def span(self) -> tuple[float, float]:
+        """When a done transfer could begin, and when its bytes had landed, as `time.perf_counter` tells them."""
+        return self.began_seconds, self.began_seconds + self.seconds
+
     def wait(self, timeout: float | None) -> None:
         """Block until it has landed. Raises what stopped it, or TransferTimeoutError after `timeout` seconds."""
         done = threading.Event()  # made here: most tickets are asked or heard of, and an event costs as much as they

@@ -115,6 +115,8 @@ def test_a_disk_is_looked_at_only_if_something_is_to_lie_on_it(tmp_path: Path) -
 )
 def test_extents_are_dealt_as_the_file_tier_reserves_them(extents: int, slab_extents: int, files: int) -> None:
     class File:
+        folder = "/swap"
+
         def __init__(self) -> None:
             self.size_bytes = 0
 

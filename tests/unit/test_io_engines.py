@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,7 @@ from tierstore.errors import (
     TransferError,
 )
 from tierstore.io import ALIGNMENT, Engine, Kind, Operation, open_engine
+from tierstore.io.aiofiles import AiofilesEngine
 from tierstore.io.base import FRUITLESS_LIMIT, Request
 
 ENGINES = ("threads", "libaio", "aiofiles")
@@ -278,6 +281,54 @@ def test_small_queue_carries_many_requests(name: str, file: int, queue_depth: in
     assert write(engine, file, 0, content) is None
     engine.close()
     assert os.pread(file, len(content) + 1, 0) == content
+
+
+@pytest.mark.parametrize("name", DIRECT_ENGINES)
+def test_a_path_that_is_stuck_holds_up_no_other(name: str, file: int) -> None:
+    """The worker of the one path does not come back from `done`; all else must have gone through meanwhile."""
+    engine = open_or_skip(name, threads=1, queue_depth=1, request_size=ALIGNMENT)
+    stuck, release = threading.Event(), threading.Event()
+
+    def never_back(error: TransferError | None) -> None:
+        stuck.set()
+        release.wait(PATIENCE_SECONDS)
+
+    engine.submit(Operation(Kind.WRITE, file, "the slow disk", 0, unaligned(b"slow"), False, never_back))
+    assert stuck.wait(PATIENCE_SECONDS)
+    behind = Outcome()
+    engine.submit(Operation(Kind.WRITE, file, "the slow disk", 8, unaligned(b"slow"), False, behind))
+    try:
+        assert write(engine, file, ALIGNMENT, noise(20 * ALIGNMENT)) is None
+        assert not behind.is_done
+    finally:
+        release.set()
+    assert behind.wait() is None
+    engine.close()
+
+
+def test_a_path_that_is_stuck_takes_no_slot_of_another_with_aiofiles(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_or_skip("aiofiles", threads=1, queue_depth=1)
+    release = threading.Event()
+    transfer = AiofilesEngine._transfer
+
+    async def get_stuck(self: AiofilesEngine, request: Request, executor: Executor) -> int:
+        if request.operation.path == "the slow disk":
+            await self._loop.run_in_executor(executor, release.wait, PATIENCE_SECONDS)
+        return await transfer(self, request, executor)
+
+    monkeypatch.setattr(AiofilesEngine, "_transfer", get_stuck)
+    slow, fd = Outcome(), os.dup(file)  # never used at once: the slow one's turn comes after the other has ended
+    engine.submit(Operation(Kind.WRITE, fd, "the slow disk", 0, unaligned(b"slow"), False, slow))
+    try:
+        assert write(engine, file, ALIGNMENT, b"fast") is None
+        assert not slow.is_done
+    finally:
+        release.set()
+    assert slow.wait() is None
+    engine.close()
+    os.close(fd)
 
 
 def test_memory_lives_as_long_as_its_operation(engine: Engine, file: int) -> None:
@@ -544,12 +595,14 @@ class Reluctant:
 
     def __init__(self, engine: Engine, *codes: int) -> None:
         self.in_kernel: list[int] = []
-        self._engine, self._codes = engine, list(codes)
-        self._submit = engine._context.submit  # type: ignore[attr-defined]
-        engine._context.submit = self  # type: ignore[attr-defined]
+        engine.prepare("the file")
+        self._lane: Any = engine._lanes["the file"]
+        self._codes = list(codes)
+        self._submit = self._lane._context.submit
+        self._lane._context.submit = self
 
     def __call__(self, blocks: list[object]) -> int:
-        self.in_kernel.append(len(self._engine._in_kernel))  # type: ignore[attr-defined]
+        self.in_kernel.append(len(self._lane._in_kernel))
         if self._codes and (code := self._codes.pop(0)):
             raise OSError(code, "io_submit")
         return int(self._submit(blocks))

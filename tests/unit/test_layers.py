@@ -15,9 +15,9 @@ PACKAGE = Path(tierstore.__file__).parent
 # A module imports only from groups above its own, and within a group only from names to its left.
 GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "forms", "pieces"),
-    "decide": ("units", "policy", "residency", "placement", "growth", "plan", "sparing"),
+    "decide": ("units", "policy", "residency", "placement", "growth", "paths", "plan", "sparing"),
     "do": ("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "tiers", "transfer"),
-    "join": ("flights", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
+    "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
         *("rules", "kernels", "results", "members", "binding", "handed", "states", "state_view", "state_dicts"),
         *("update", "normed", "held", "tiered", "optimizer"),

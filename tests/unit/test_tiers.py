@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +93,24 @@ class TestFileTierOverThreeFolders(TestFileTier):
         tier.grow(12, slab_extents=2)
         assert [file.size_bytes for file in tier.files] == [4 * self.EXTENT] * 3
 
-    def test_neighbours_in_time_lie_in_different_files(self, tier: FileTier) -> None:
+    def test_extents_lie_in_the_file_of_their_path(self, tier: FileTier) -> None:
         tier.grow(12, slab_extents=2)
-        files = [tier.range_at(tier.arena.take())[0] for _ in range(6)]
-        assert all(one is not other for one, other in itertools.pairwise(files))
+        assert [tier.range_at(tier.arena.take(path))[0] for path in (2, 0, 1, 1)] == [
+            tier.files[n] for n in (2, 0, 1, 1)
+        ]
+
+    def test_a_new_slab_goes_where_least_is_reserved(self, tier: FileTier) -> None:
+        tier.grow(5, slab_extents=2)
+        tier.grow(3, slab_extents=2)
+        assert [file.size_bytes // self.EXTENT for file in tier.files] == [3, 2, 3]
+
+    def test_room_moves_from_one_file_to_another_under_what_is_in_use(self, tier: FileTier) -> None:
+        tier.grow(12, slab_extents=2)
+        kept = [tier.arena.take(path) for path in (0, 0, 2)]
+        before = [tier.range_at(extent) for extent in kept]
+        tier.grow_on(0, 2)
+        tier.arena.condemn(slab := tier.arena.slabs_on(1)[-1])
+        tier.shrink_on(slab)
+        assert [file.size_bytes // self.EXTENT for file in tier.files] == [6, 2, 4]
+        assert [tier.range_at(extent) for extent in kept] == before
+        tier.arena.check()

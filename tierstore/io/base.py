@@ -2,8 +2,9 @@
 
 This module owns what all engines share: an operation is checked, cut into requests, each request is carried on
 through short transfers and interruptions, and the operation's `done` is called once when its last request has ended.
-A subclass only says how requests are run. The invariant: when `done` is called no byte of the buffer is touched any
-more by the engine, whatever went wrong.
+A subclass only says how requests are run. Each path has a queue of its own, and its own workers, so that a slow disk
+never holds up a fast one. The invariant: when `done` is called no byte of the buffer is touched any more by the engine,
+whatever went wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from tierstore.errors import AlignmentError, ForkedStoreError, StoreClosedError, TransferError
 from tierstore.trace import Trace
@@ -49,7 +50,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One whole transfer between a range of a file and host memory.
+    """One whole transfer between a range of a file and host memory; `path` names the file, and its queue.
 
     The buffer is writable, contiguous and of format 'B'; it stays untouched by the caller until `done` was called.
     `direct` says that `fd` is open with O_DIRECT. `done` is called exactly once, from any thread, and should not block.
@@ -116,8 +117,18 @@ class Request:
         return self.progress.error is not None
 
 
+class Lane(Protocol):
+    """The queue of one path, and what works it off."""
+
+    def put(self, request: Request) -> None:
+        """Take a request, without blocking on I/O, and see to it that it comes to the engine's `_end`."""
+
+    def close(self) -> None:
+        """Wait for the threads to end and free what they hold; no request is left."""
+
+
 class Engine(abc.ABC):
-    """Runs operations, any number at a time, in the order they were submitted as far as they begin.
+    """Runs operations, any number at a time, those of one path in the order they were submitted as far as they begin.
 
     `submit` never blocks on I/O and may be called from any thread, from `done` too. `close` is the owner's to call,
     never from `done`: it waits for every operation.
@@ -133,6 +144,15 @@ class Engine(abc.ABC):
         self._state = threading.Condition()
         self._operations = 0
         self._is_closed = False
+        self._lanes: dict[str, Lane] = {}
+
+    def prepare(self, path: str) -> None:
+        """Open a path's queue, which `submit` does too, if it is to be known beforehand whether that can be.
+
+        Raises EngineUnavailableError.
+        """
+        with self._state:
+            self._lane(path)
 
     def submit(self, operation: Operation) -> None:
         """Begin an operation; its `done` tells the end.
@@ -144,12 +164,13 @@ class Engine(abc.ABC):
         with self._state:
             if self._is_closed:
                 raise StoreClosedError(f"the {self.name} engine is closed: {_describe(operation)} was not begun")
+            lane = self._lane(operation.path)
             self._operations += 1
         progress = Progress(operation, requests_left=-(-len(operation.buffer) // self._request_size))
         if not progress.requests_left:
             self._finish(progress)
         for request in _split(progress, self._request_size):
-            self._start(request)
+            lane.put(request)
 
     def close(self) -> None:
         """Wait for what was submitted, then end the threads. Idempotent; in a forked child it does nothing."""
@@ -162,12 +183,18 @@ class Engine(abc.ABC):
             self._stop()
 
     @abc.abstractmethod
-    def _start(self, request: Request) -> None:
-        """Take a request, without blocking on I/O, and see to it that it comes to `_end`."""
+    def _open_lane(self, path: str) -> Lane:
+        """Make the queue of a path. Raises EngineUnavailableError."""
 
-    @abc.abstractmethod
     def _stop(self) -> None:
         """Wait for the engine's threads to end and free what it holds; no request is left."""
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _lane(self, path: str) -> Lane:
+        if path not in self._lanes:
+            self._lanes[path] = self._open_lane(path)
+        return self._lanes[path]
 
     def _accept(self, request: Request, result: int) -> bool:
         """Note what one system call returned, a count or a negative errno; True when the request needs no more calls.

@@ -1,9 +1,10 @@
 """Linux's native asynchronous I/O, through the PyPI package `libaio`.
 
-One thread owns the kernel's context: it hands requests over, at most `queue_depth` at a time, and reaps what has
-completed. It waits in one place, on an eventfd that the kernel signals for completions and `submit` and `close` signal
-for news, so that nothing polls. Blocks stay referenced until the kernel has returned them, so no buffer can vanish
-under it. On a buffered file the kernel works while it takes a request: use this engine with direct I/O.
+Each path has a context of the kernel's and one thread that owns it: it hands requests over, at most `queue_depth` at a
+time, and reaps what has completed. It waits in one place, on an eventfd that the kernel signals for completions and
+`submit` and `close` signal for news, so that nothing polls. Blocks stay referenced until the kernel has returned them,
+so no buffer can vanish under it. On a buffered file the kernel works while it takes a request, and so it does on a disk
+whose own queue is full: use this engine with direct I/O, and never one thread for two paths.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections import deque
 from typing import Any, ClassVar
 
 from tierstore.errors import EngineUnavailableError
-from tierstore.io.base import Engine, Kind, Request
+from tierstore.io.base import Engine, Kind, Lane, Request
 
 
 class LibaioEngine(Engine):
-    """Asynchronous reads and writes with at most `queue_depth` requests in the kernel."""
+    """Asynchronous reads and writes with at most `queue_depth` requests of each path in the kernel."""
 
     name: ClassVar[str] = "libaio"
     supports_direct: ClassVar[bool] = True
@@ -28,19 +29,38 @@ class LibaioEngine(Engine):
         self._libaio = _load()
         super().__init__(request_size=request_size)
         self._depth = queue_depth
-        self._context = _set_up(self._libaio, queue_depth)
+        self._unused = [_set_up(self._libaio, queue_depth)]  # the first path's, made now to know that it can be
+
+    def _open_lane(self, path: str) -> Lane:
+        context = self._unused.pop() if self._unused else _set_up(self._libaio, self._depth)
+        return _Lane(self, context, self._libaio, self._depth, f"tierstore-io-{len(self._lanes)}")
+
+    def _stop(self) -> None:
+        super()._stop()
+        for context in self._unused:
+            context.close()
+
+
+class _Lane:
+    """A queue, the kernel's context, and the thread between them."""
+
+    def __init__(self, engine: LibaioEngine, context: Any, libaio: Any, depth: int, name: str) -> None:
+        self._engine = engine
+        self._context = context
+        self._libaio = libaio
+        self._depth = depth
         self._news = os.eventfd(0, os.EFD_CLOEXEC)
         self._waiting: deque[Request] = deque()
         self._in_kernel: dict[Any, Request] = {}
         self._must_end = False
-        self._thread = threading.Thread(target=self._work, name="tierstore-io-0", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def _start(self, request: Request) -> None:
+    def put(self, request: Request) -> None:
         self._waiting.append(request)
         os.eventfd_write(self._news, 1)
 
-    def _stop(self) -> None:
+    def close(self) -> None:
         self._must_end = True
         os.eventfd_write(self._news, 1)
         self._thread.join()
@@ -56,8 +76,8 @@ class LibaioEngine(Engine):
     def _reap(self) -> None:
         for block, result, _ in self._context.getEvents(min_nr=0, timeout=0):
             request = self._in_kernel.pop(block)
-            if self._accept(request, result):
-                self._end(request)
+            if self._engine._accept(request, result):
+                self._engine._end(request)
             else:
                 self._waiting.appendleft(request)
 
@@ -65,7 +85,7 @@ class LibaioEngine(Engine):
         while self._waiting and len(self._in_kernel) < self._depth:
             request = self._waiting.popleft()
             if request.is_abandoned:
-                self._end(request)
+                self._engine._end(request)
             elif not self._try_submit(request):
                 return
 
@@ -85,12 +105,12 @@ class LibaioEngine(Engine):
             self._waiting.appendleft(request)
             return False
         if isinstance(error, OSError) and error.errno is not None:
-            if not self._accept(request, -error.errno):
+            if not self._engine._accept(request, -error.errno):
                 self._waiting.appendleft(request)
                 return True
         else:
-            self._fail(request, error)
-        self._end(request)
+            self._engine._fail(request, error)
+        self._engine._end(request)
         return True
 
     def _block(self, request: Request) -> Any:

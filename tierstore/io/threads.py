@@ -1,7 +1,7 @@
 """The default engine: worker threads that call `preadv` and `pwritev`, which release the interpreter's lock.
 
-It needs nothing but positioned reads and writes, and moves as many bytes per second as asynchronous I/O does. Requests
-are run in the order they came; each worker carries one at a time to its end.
+It needs nothing but positioned reads and writes, and moves as many bytes per second as asynchronous I/O does. Each path
+has its own workers; its requests are run in the order they came, and each worker carries one at a time to its end.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import ClassVar
 
 from tierstore.errors import EngineUnavailableError
-from tierstore.io.base import Engine, Kind, Request
+from tierstore.io.base import Engine, Kind, Lane, Request
 from tierstore.trace import Detail, Trace
 
 
 class ThreadsEngine(Engine):
-    """Positioned reads and writes from `threads` workers, never more than `queue_depth` of them at once."""
+    """Positioned reads and writes from `threads` workers per path, never more than `queue_depth` of them at once."""
 
     name: ClassVar[str] = "threads"
     supports_direct: ClassVar[bool] = True
@@ -29,13 +30,7 @@ class ThreadsEngine(Engine):
                 "this platform has no os.preadv and os.pwritev: set tiers.nvme.io.engine to aiofiles"
             )
         super().__init__(request_size=request_size)
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._workers = [
-            threading.Thread(target=self._work, name=f"tierstore-io-{number}", daemon=True)
-            for number in range(min(threads, queue_depth))
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._workers = min(threads, queue_depth)
 
     def transfer(self, request: Request) -> int:
         """Do one positioned read or write of the request's rest and return the bytes moved; raises OSError."""
@@ -43,23 +38,11 @@ class ThreadsEngine(Engine):
         call = os.preadv if operation.kind is Kind.READ else os.pwritev
         return call(operation.fd, [request.view], request.offset)
 
-    def _start(self, request: Request) -> None:
-        self._requests.put(request)
+    def _open_lane(self, path: str) -> Lane:
+        return _Lane(self._carry, self._workers, f"tierstore-io-{len(self._lanes)}")
 
-    def _stop(self) -> None:
-        for _ in self._workers:
-            self._requests.put(None)
-        for worker in self._workers:
-            worker.join()
-
-    def _work(self) -> None:
-        while self._carry(self._requests.get()):  # an idle worker keeps no request, and so no memory of the caller's
-            pass
-
-    def _carry(self, request: Request | None) -> bool:
-        """Run one request to its end; False when there are no more."""
-        if request is None:
-            return False
+    def _carry(self, request: Request) -> None:
+        """Run one request to its end."""
         began = time.perf_counter()
         try:
             self._run(request)
@@ -68,7 +51,6 @@ class ThreadsEngine(Engine):
         if self.trace is not None:
             self._tell(self.trace, request, began)
         self._end(request)
-        return True
 
     def _tell(self, trace: Trace, request: Request, began: float) -> None:
         what, worker = request.operation, threading.current_thread().name
@@ -86,6 +68,40 @@ class ThreadsEngine(Engine):
             if error.errno is None:
                 raise
             return -error.errno
+
+
+class _Lane:
+    """A queue, and the workers that take from it."""
+
+    def __init__(self, carry: Callable[[Request], None], workers: int, name: str) -> None:
+        self._carry = carry
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._workers = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(workers)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def put(self, request: Request) -> None:
+        self._requests.put(request)
+
+    def close(self) -> None:
+        for _ in self._workers:
+            self._requests.put(None)
+        for worker in self._workers:
+            worker.join()
+
+    def _work(self) -> None:
+        # an idle worker keeps no request, and so no memory of the caller's
+        while self._carry_next(self._requests.get()):
+            pass
+
+    def _carry_next(self, request: Request | None) -> bool:
+        """Carry a request; False when there are no more."""
+        if request is None:
+            return False
+        self._carry(request)
+        return True
 
 
 def is_available() -> bool:

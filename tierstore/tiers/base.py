@@ -1,25 +1,29 @@
 """The contract of a tier: an arena, and a backing that grows and shrinks with it slab by slab.
 
-A tier reserves and gives back; it never copies, waits or decides. Whoever calls `shrink` has emptied the last slab.
+A tier reserves and gives back; it never copies, waits or decides. Whoever calls `shrink` has emptied the slab. A tier
+may lie on several paths (swap folders); a slab lies on one of them.
 """
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 from tierstore.arena import Arena, Extent
+from tierstore.errors import InvariantError
 from tierstore.stats import TierStats
 
 
 class Tier(abc.ABC):
-    """One place chunks can be."""
+    """One place chunks can be; `paths` names the folders it lies in, none for memory."""
 
-    def __init__(self, name: str, arena: Arena) -> None:
+    def __init__(self, name: str, arena: Arena, paths: Sequence[str] = ()) -> None:
         self.name = name
         self.arena = arena
+        self.paths = tuple(paths)
 
     def grow(self, extents: int, *, slab_extents: int) -> None:
-        """Reserve `extents` more, in slabs of at most `slab_extents`.
+        """Reserve `extents` more, in slabs of at most `slab_extents`, each on the path that has the least.
 
         All or nothing: on an error the size is as before.
         """
@@ -27,8 +31,7 @@ class Tier(abc.ABC):
         try:
             while extents > 0:
                 count = min(extents, slab_extents)
-                self._reserve(count * self.arena.extent_bytes)
-                self.arena.grow(count)
+                self.grow_on(self._least_path(), count)
                 extents -= count
         except BaseException:
             while len(self.arena.slabs) > before:
@@ -36,9 +39,21 @@ class Tier(abc.ABC):
                 self.shrink()
             raise
 
+    def grow_on(self, path: int, extents: int) -> None:
+        """Reserve one slab of `extents` on a path."""
+        self._reserve(extents * self.arena.extent_bytes, path)
+        self.arena.grow(extents, path=path)
+
     def shrink(self) -> None:
         """Give back the last slab, which is condemned and empty."""
-        self._give_back(self.arena.remove_last() * self.arena.extent_bytes)
+        self.shrink_on(self.arena.last_slab)
+
+    def shrink_on(self, slab: int) -> None:
+        """Give back a slab that is condemned and empty. Raises InvariantError if it is not the last on its path."""
+        path = self.arena.path_of(slab)
+        if self.arena.last_slab_on(path) != slab:
+            raise InvariantError(f"tier {self.name}: slab {slab} is not the last on path {path}, and cannot be cut off")
+        self._give_back(self.arena.remove(slab) * self.arena.extent_bytes, path)
 
     def release(self, extent: Extent) -> None:
         """Give an extent back to the arena: nobody will touch it before it is taken again."""
@@ -48,19 +63,22 @@ class Tier(abc.ABC):
         """Say how full the tier is, in bytes; the caller knows how many chunks are here or bound for here."""
         arena = self.arena
         return TierStats(
-            capacity_bytes=arena.capacity * arena.extent_bytes,
+            capacity_bytes=arena.lasting * arena.extent_bytes,
             used_bytes=arena.owned * arena.extent_bytes,
             peak_bytes=arena.peak_owned * arena.extent_bytes,
             chunks=chunks,
         )
 
-    @abc.abstractmethod
-    def _reserve(self, nbytes: int) -> None:
-        """Add `nbytes` of backing as the next slab."""
+    def _least_path(self) -> int:
+        return min(range(len(self.paths)), key=self.arena.reserved_on, default=0)
 
     @abc.abstractmethod
-    def _give_back(self, nbytes: int) -> None:
-        """Remove the backing of the last slab, which had `nbytes`."""
+    def _reserve(self, nbytes: int, path: int) -> None:
+        """Add `nbytes` of backing on a path, as the next slab."""
+
+    @abc.abstractmethod
+    def _give_back(self, nbytes: int, path: int) -> None:
+        """Remove the backing of the last slab on a path, which had `nbytes`."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""The file tier: reserved swap files, one per path, with the slabs dealt out to the paths in turn."""
+"""The file tier: reserved swap files, one per path; each slab is the next range of one of them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from tierstore.arena import Arena, Extent
@@ -14,9 +13,9 @@ class FileTier(Tier):
     """Extents that are ranges of swap files."""
 
     def __init__(self, name: str, files: Sequence[SwapFile], extent_bytes: int) -> None:
-        super().__init__(name, Arena(name, extent_bytes, spread=True))
+        super().__init__(name, Arena(name, extent_bytes), [str(file.folder) for file in files])
         self.files = tuple(files)
-        self._slabs: list[tuple[SwapFile, int]] = []  # file and offset of each slab
+        self._slabs: dict[int, tuple[SwapFile, int]] = {}  # file and offset of each slab; workers read it too
 
     def range_at(self, extent: Extent) -> tuple[SwapFile, int]:
         """The file an extent lies in, and the byte it begins at."""
@@ -29,16 +28,15 @@ class FileTier(Tier):
 
     @staticmethod
     def dealt(extents: int, slab_extents: int, files: int) -> list[int]:
-        """How many of `extents` new extents each of so many files gets, in slabs of at most `slab_extents`."""
-        shares = Counter[int]()
-        for slab, first in enumerate(range(0, extents, slab_extents)):
-            shares[slab % files] += min(slab_extents, extents - first)
-        return [shares[file] for file in range(files)]
+        """How many of the first `extents` each of so many files gets, in slabs of at most `slab_extents`."""
+        shares = [0] * files
+        for first in range(0, extents, slab_extents):
+            shares[shares.index(min(shares))] += min(slab_extents, extents - first)
+        return shares
 
-    def _reserve(self, nbytes: int) -> None:
-        file = self.files[len(self._slabs) % len(self.files)]
-        self._slabs.append((file, file.grow(nbytes)))
+    def _reserve(self, nbytes: int, path: int) -> None:
+        file = self.files[path]
+        self._slabs[self.arena.next_slab] = file, file.grow(nbytes)
 
-    def _give_back(self, nbytes: int) -> None:
-        file, _ = self._slabs.pop()
-        file.shrink(nbytes)
+    def _give_back(self, nbytes: int, path: int) -> None:
+        self.files[path].shrink(nbytes)

@@ -38,9 +38,9 @@ class MemoryTier(Tier):
         self._views.clear()
         self._slabs.clear()
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int, path: int) -> None:
         self._slabs.append(self.device.allocate(nbytes))
 
-    def _give_back(self, nbytes: int) -> None:
+    def _give_back(self, nbytes: int, path: int) -> None:
         self._views = {key: view for key, view in self._views.items() if key[0] < len(self._slabs) - 1}
         del self._slabs[-1]
