@@ -149,7 +149,7 @@ class FaultyEngine(ThreadsEngine):
 class TokenBucketEngine(ThreadsEngine):
     """A real engine whose paths have rates: requests of a path take their turns at so many bytes per second.
 
-    `rates` gives them by the beginning of a path. A bucket holds a `burst` of seconds, which makes up for a late thread.
+    `rates` gives them by the beginning of a path. A bucket holds a `burst` of seconds, to make up for late threads.
     """
 
     def __init__(self, rates: Mapping[str, float], *, request_size: int = 256 << 10, burst: float = 0.02) -> None:

@@ -110,7 +110,7 @@ class CpuTier(_Section):
 
 
 class IoSettings(_Section):
-    """How swap files are read and written. `request_size` is in bytes, `timeout` in seconds."""
+    """How swap files are read and written. `request_size` is in bytes, `timeout` in seconds; two are for each path."""
 
     engine: Annotated[Literal["auto", "threads", "libaio", "aiofiles"], Choice()] = "auto"
     threads: ThreadCount = "auto"
@@ -122,7 +122,7 @@ class IoSettings(_Section):
 
 
 class NvmeTier(_Section):
-    """Reserved swap files, striped over the folders of `paths`."""
+    """Reserved swap files; chunks are spread over the folders of `paths` by how fast each is."""
 
     capacity: Capacity = "auto"
     paths: Folders = "auto"

@@ -14,6 +14,7 @@ from tierstore.errors import DiskFullError
 from tierstore.placement import Room
 from tierstore.policy import TierPolicy
 from tierstore.pressure import DiskSpace, HostMemory, disk_space
+from tierstore.store import ChunkInfo
 from tierstore.swapfile import check_space, disk_margin
 from tierstore.tiers import FileTier
 
@@ -108,6 +109,24 @@ def test_a_disk_is_looked_at_only_if_something_is_to_lie_on_it(tmp_path: Path) -
     plant = plant_of({"cpu": {}, "nvme": {"paths": [str(tmp_path / "missing")]}})
     plant.check_disk({"cpu": Room(4), "nvme": Room(0)}, 4096)
     plant.check_disk({"cpu": Room(4)}, 4096)
+
+
+@pytest.mark.parametrize(("capacity", "extents"), [("auto", 102), (100 * 4096, 100)])
+def test_two_folders_share_the_capacity_and_what_is_added_to_choose_from(
+    two_folders: list[Path], capacity: str | int, extents: int
+) -> None:
+    nvme = {"capacity": capacity, "paths": list(map(str, two_folders))}
+    plant = plant_of({"cpu": {"capacity": 16 * 4096}, "nvme": nvme})
+    rooms = plant.rooms([ChunkInfo(4096, "cpu", "nvme")] * (100 if capacity != "auto" else 92), 4096)
+    setup = plant.build(rooms, 4096)
+    nvme_tier = setup.tiers["nvme"]
+    assert isinstance(nvme_tier, FileTier)
+    slab = max(nvme_tier.arena.slabs)
+    assert nvme_tier.arena.capacity == extents
+    assert abs(nvme_tier.files[0].size_bytes - nvme_tier.files[1].size_bytes) <= slab * 4096
+    assert len(nvme_tier.arena.slabs_on(0)) >= 16  # room moves in small pieces
+    setup.transfer.close()
+    nvme_tier.close()
 
 
 @pytest.mark.parametrize(

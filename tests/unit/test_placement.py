@@ -25,6 +25,7 @@ from tierstore.placement import (
     size_tiers,
     spread,
     whole_pages,
+    with_choice,
 )
 
 EXTENT_BYTES = 4096
@@ -156,6 +157,14 @@ def test_a_name_beats_the_home_there_is() -> None:
 
 
 # -- what else --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extents", "paths", "wanted"),
+    [(0, 2, 0), (100, 1, 100), (10, 2, 12), (64, 2, 72), (1000, 2, 1016), (1000, 8, 1064)],
+)
+def test_several_paths_get_extents_to_choose_from(extents: int, paths: int, wanted: int) -> None:
+    assert with_choice(Room(extents), paths) == Room(wanted)
 
 
 @pytest.mark.parametrize(("count", "total", "marks"), [(0, 3, "..."), (2, 4, ".x.x"), (3, 3, "xxx"), (1, 5, "....x")])
