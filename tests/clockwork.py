@@ -135,7 +135,7 @@ class Machine:
         self.store.check()
         paths = self.store.stats().paths.values()
         return Outcome(
-            (self.moved - moved) / (self.clock.now - began),
+            (self.moved - moved) / max(self.clock.now - began, 1e-9),
             [path.used_bytes // RECORD_BYTES for path in paths],
             [path.capacity_bytes // RECORD_BYTES for path in paths],
         )
