@@ -73,6 +73,7 @@ class _Job:
     source: Tensor
     destination: Tensor
     after: Sequence[Ticket]
+    seconds: float
 
 
 class RandomTransfer(TransferEngine):
@@ -83,6 +84,7 @@ class RandomTransfer(TransferEngine):
         self._chance = chance
         self._fails = fails
         self._times = random.Random(1)
+        self._clock = 0.0
         self._jobs: list[_Job] = []
 
     def submit(
@@ -99,7 +101,11 @@ class RandomTransfer(TransferEngine):
         assert isinstance(one, MemoryTier) or isinstance(other, MemoryTier)
         ticket = TimedTicket((one.name, other.name), nbytes)
         ticket.when_done(self._ended.put)
-        self._jobs.append(_Job(ticket, one.bytes_at(extent, nbytes), other.bytes_at(place, nbytes), tuple(after)))
+        paths = [tier.arena.path_of(at.slab) for tier, at in (source, destination) if isinstance(tier, DistantTier)]
+        seconds = self._times.random() * 10.0 ** max(paths, default=0)  # later paths are slower, so that room moves
+        self._jobs.append(
+            _Job(ticket, one.bytes_at(extent, nbytes), other.bytes_at(place, nbytes), tuple(after), seconds)
+        )
         while self._jobs and self._chance.random() < 0.3:
             self._end_one()
         return ticket
@@ -126,8 +132,8 @@ class RandomTransfer(TransferEngine):
         able = [job for job in self._jobs if all(ticket.is_done() for ticket in job.after)]
         job = self._chance.choice(able)
         self._jobs.remove(job)
-        began = self._times.random()
-        job.ticket.times = began, began + self._times.random()
+        job.ticket.times = self._clock, self._clock + job.seconds
+        self._clock += job.seconds
         job.ticket.resolve(self._copy(job))
 
     def _copy(self, job: _Job) -> TierstoreError | None:
@@ -164,7 +170,7 @@ class Simulation:
         }
         if "nvme" in self.capacity:
             tiers["nvme"] = DistantTier("nvme", RECORD_BYTES, paths=1 + self.seed % 3)
-        slabs = {name: max(1, extents // 4) for name, extents in self.capacity.items()}
+        slabs = {name: max(1, extents // (16 if name == "nvme" else 4)) for name, extents in self.capacity.items()}
         for name, extents in self.capacity.items():
             tiers[name].grow(extents, slab_extents=slabs[name])
         io = IoStats("none", direct=False, paths=())
