@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MEMORY = 7 / 8
+MEMORY = 15 / 16
 """What is kept of all earlier measurements of a path at the next one."""
 DEALT_MEMORY = 15 / 16
 """What is kept of what paths were dealt when the next chunk is."""

@@ -73,12 +73,12 @@ def test_time_that_a_path_is_busy_with_several_counts_once(transfers: list[tuple
 
 def test_two_that_share_a_path_to_the_end_count_as_one() -> None:
     path = path_after((100, 0.0, 2.0), (100, 0.0, 2.0))
-    assert path.bytes_per_second == pytest.approx(187.5 / (7 / 8 * 2))  # the older counts for 7/8 by now
+    assert path.bytes_per_second == pytest.approx(193.75 / (15 / 16 * 2))  # the older counts for 15/16 by now
 
 
 def test_what_a_path_was_is_forgotten() -> None:
     fast = [(100, float(n), n + 1.0) for n in range(20)]
-    slow = [(100, 20.0 + 4 * n, 24.0 + 4 * n) for n in range(20)]
+    slow = [(100, 20.0 + 4 * n, 24.0 + 4 * n) for n in range(40)]
     assert path_after(*fast, *slow).bytes_per_second == pytest.approx(25, rel=0.1)
 
 
