@@ -35,6 +35,7 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 
 MOST_SECONDS = 1.0
+"""From the call to the answer."""
 MOST_BYTES = 256 << 20
 """Of files, read and written, all paths together."""
 BUFFER_BYTES = 64 << 20
@@ -43,6 +44,8 @@ REQUEST_SIZES = (512 << 10, 2 << 20, 4 << 20, 8 << 20)
 SMALL = 4096
 DEPTH = 8
 """Requests on their way at once when rates are measured."""
+MACHINE_SECONDS = 0.2
+"""Left for memory and arithmetic."""
 SHARE = 0.12
 """Of a path's time, what one rate may take."""
 LEAST_PATH_BYTES = 64 << 20
@@ -102,6 +105,7 @@ class Findings:
         self.machine: MachineRates | None = None
         self.dates: list[str] = []
         self.notes: list[str] = []
+        self.doing = "looking at swap folders"
 
     def as_rates(self, *further: str) -> Rates:
         """What there is now."""
@@ -136,10 +140,11 @@ def find_rates(
     try:
         within(MOST_SECONDS, work)
     except TimeoutError:
+        return findings.as_rates(f"{findings.doing} was given up after {MOST_SECONDS:g} s")
+    except (TierstoreError, OSError, RuntimeError, MemoryError) as error:  # no thread, no memory: not worth a training
+        return findings.as_rates(f"{findings.doing} failed: {getattr(error, 'strerror', None) or error}")
+    finally:
         budget.cancel()
-        return findings.as_rates(f"the disks did not answer within {MOST_SECONDS:g} s")
-    except (TierstoreError, OSError) as error:
-        return findings.as_rates(f"not measured: {getattr(error, 'strerror', None) or error}")
     return findings.as_rates()
 
 
@@ -216,20 +221,27 @@ class _Finder:
                 self._found.notes.append(f"not measured: {why}")
                 return
             memory = map_host_memory(size // (2 << 20) * (2 << 20))
+            _fill(memory)
+            self._measure_paths(missing.paths, memory)
             if missing.machine is not None:
                 self._measure_machine(memory, threads, missing.machine)
-            self._measure_paths(missing.paths, memory)
 
     def _measure_machine(self, memory: Tensor, threads: int, key: Any) -> None:
-        rates = measure_machine(memory, self._budget.part(0, 0.3 * MOST_SECONDS), threads)
+        self._found.doing = "measuring memory and arithmetic"
+        if not self._budget.seconds_left:
+            self._found.notes.append("memory and arithmetic are not measured: there was no time left")
+            return
+        rates = measure_machine(memory, self._budget, threads)
         self._found.machine = rates
         self._found.dates.append(self._cache.save(rates, key).measured_at)
 
     def _measure_paths(self, paths: Sequence[tuple[Path, Any]], memory: Tensor) -> None:
-        most = MOST_BYTES // LEAST_PATH_BYTES
+        most = max(1, MOST_BYTES // LEAST_PATH_BYTES)
         for number, (folder, key) in enumerate(paths[:most]):
+            self._found.doing = f"measuring {folder}"
             parts = min(len(paths), most) - number
-            budget = self._budget.part(self._budget.bytes_left // parts, self._budget.seconds_left / parts)
+            seconds = (self._budget.seconds_left - MACHINE_SECONDS) / parts
+            budget = self._budget.part(self._budget.bytes_left // parts, seconds)
             rates = self._measure_path(folder, memory, budget)
             if rates is not None:
                 self._found.paths[_name(key)] = rates
@@ -266,8 +278,7 @@ def measure_path(file: SwapFile, engine: Engine, memory: Tensor, budget: Budget)
     Ends when the last request has. Raises TransferError, SwapError or DiskFullError.
     """
     whole, seconds = budget.bytes_left, budget.seconds_left
-    file.grow(whole // 4 // max(REQUEST_SIZES) * max(REQUEST_SIZES))
-    _fill(memory)
+    file.grow(whole // 4 // REQUEST_SIZES[0] * REQUEST_SIZES[0])
     pump = _Pump(file, engine, memory)
     begun = pump.run((Kind.WRITE,), REQUEST_SIZES[0], DEPTH // 2, budget.part(file.size_bytes, 0.25 * seconds))
     if begun is None:
@@ -343,11 +354,10 @@ class _Pump:
 
 
 def measure_machine(memory: Tensor, budget: Budget, threads: int) -> MachineRates:
-    """Measure copies and fused AdamW, on the calling thread's own pool, with `threads` and with one fewer.
+    """Measure copies and fused AdamW within `memory`, which caches speed up, with `threads` and with one fewer.
 
-    Nobody else's number of threads changes.
+    Runs on a pool of the calling thread's own; nobody else's number of threads changes.
     """
-    memory.zero_()
     half = memory.numel() // 2
     copied = _seconds_of(lambda: memory[:half].copy_(memory[half : 2 * half]), budget.part(0, budget.seconds_left / 3))
     values = memory[: memory.numel() // 16 * 16].view(torch.float32).fill_(0.5)
@@ -398,9 +408,10 @@ def _set_own_threads(threads: int) -> bool:
 
 
 def _fill(memory: Tensor) -> None:
-    """Fill with bytes that neither a filesystem nor a drive can shorten."""
-    noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
-    memory[: memory.numel() // (1 << 20) * (1 << 20)].view(-1, 1 << 20).copy_(noise)
+    """Fill with bytes that neither a filesystem nor a drive can shorten; torch's threads would cost more here."""
+    noise, view = os.urandom(1 << 20), memory.numpy().data
+    for start in range(0, len(view), len(noise)):
+        view[start : start + len(noise)] = noise[: len(view) - start]
 
 
 def _name(key: Any) -> str:

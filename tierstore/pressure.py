@@ -119,6 +119,15 @@ def huge_pages(root: Path = Path("/")) -> str:
     return text.partition("[")[2].partition("]")[0] or "unknown"
 
 
+def memory_stall_percent(root: Path = Path("/")) -> float | None:
+    """How much of the last ten seconds tasks waited for memory; None where the kernel does not say (PSI)."""
+    for line in _lines(root / "proc/pressure/memory"):
+        match = re.match(r"some avg10=([0-9.]+)", line)
+        if match is not None:
+            return float(match[1])
+    return None
+
+
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """How many training processes share this machine, as the launcher said it; 1 when nobody said anything usable."""
     for name in _RANK_VARIABLES:

@@ -108,7 +108,7 @@ def _chunk_size(
         return Choice("chunk_size", policy.chunk_size, _AS_GIVEN, is_size=True)
     best = sum(path.best_bytes_per_second for path in paths)
     overhead = CHUNK_SECONDS + max(path.latency_seconds for path in paths)
-    wanted = 1 << math.ceil(math.log2(best * overhead / CHUNK_SHARE))
+    wanted = 1 << max(0, min(63, math.ceil(math.log2(best * overhead / CHUNK_SHARE))))
     largest = min(LARGEST_CHUNK, max(wanted, request_bytes))
     value = auto_chunk_bytes(state_bytes, capacity_bytes, largest=largest)
     if value < largest:
@@ -155,7 +155,7 @@ def _prefetch(paths: int, bytes_on_the_way: int, chunk_bytes: int) -> Choice:
     why = f"{needed} are needed: {moving} on their way, one in use, one ready before and one after it"
     if value != needed:
         why += f"; from {PIPELINE_EXTENTS} to {most}"
-    return Choice("prefetch", value, why)
+    return Choice("prefetch depth", value, why)
 
 
 def _bound(paths: list[PathRates], machine: MachineRates | None) -> str:
