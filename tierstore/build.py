@@ -133,7 +133,9 @@ class Plant:
         if nvme is None or state_bytes <= TUNED_ABOVE_BYTES or self._in_files(infos, extent_bytes) <= TUNED_ABOVE_BYTES:
             return self
         given = self.given_bytes("cpu")
-        rates = self.parts.find_rates(swap_folders(nvme.paths), engine=nvme.io.engine, memory_bytes=given)
+        rates = self.parts.find_rates(
+            swap_folders(nvme.paths), engine=nvme.io.engine, direct=_wants_direct(nvme), memory_bytes=given
+        )
         capacity = self.given_bytes("gpu") if self.gpu is not None else given
         tuning = tune(rates, self.policy, state_bytes=state_bytes, capacity_bytes=capacity)
         _tell_rates(rates, tuning)
@@ -333,8 +335,13 @@ def _slab_extents(room: Room) -> int:
     return max(1, room.extents // SLABS_PER_TIER)
 
 
+def _wants_direct(nvme: NvmeTier) -> bool | None:
+    """Whether files are to be opened with O_DIRECT; None: where that works."""
+    return None if nvme.io.direct == "auto" else nvme.io.direct
+
+
 def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
-    direct = None if nvme.io.direct == "auto" else nvme.io.direct
+    direct = _wants_direct(nvme)
     if not engine.supports_direct:
         direct = False
     files: list[SwapFile] = []

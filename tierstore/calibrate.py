@@ -9,7 +9,6 @@ measuring. Never raises for what it meets: `Rates.notes` say what is not known a
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import queue
 import statistics
@@ -51,7 +50,7 @@ SHARE = 0.12
 LEAST_PATH_BYTES = 64 << 20
 """With less for each path, fewer paths are measured; the next run measures the others."""
 
-_log = logging.getLogger("tierstore.calibrate")
+_BUFFERED = "its I/O is buffered, which shows the rates of memory"
 
 
 class Budget:
@@ -116,6 +115,7 @@ def find_rates(
     folders: Sequence[Path],
     *,
     engine: str = "auto",
+    direct: bool | None = None,
     memory_bytes: int | None = None,
     measure: bool = True,
     anew: bool = False,
@@ -124,9 +124,11 @@ def find_rates(
 ) -> Rates:
     """Find the rates of the machine and of the filesystems that folders lie on; measure what is not known.
 
-    `memory_bytes`: host memory that may be used meanwhile, 64 MiB at most. `measure` False: only what is cached;
-    `anew`: measure it all.
+    `direct` False: files are to be buffered, which is not measured. `memory_bytes`: host memory that may be used
+    meanwhile, 64 MiB at most. `measure` False: only what is cached; `anew`: measure it all.
     """
+    if direct is False:
+        return Rates({}, None, None, (f"not measured: {_BUFFERED}",))
     budget, findings = Budget(MOST_BYTES, MOST_SECONDS * 0.9), Findings()
     threads, ranks = torch.get_num_threads(), local_ranks()
     known = RateCache(cache_folder()) if cache is None else cache
@@ -259,9 +261,7 @@ class _Finder:
                 )
                 closing.callback(engine.close)
                 if not (file.direct and engine.supports_direct):
-                    self._found.notes.append(
-                        f"{folder} is not measured: its I/O is buffered, which shows memory's rates"
-                    )
+                    self._found.notes.append(f"{folder} is not measured: {_BUFFERED}")
                     return None
                 rates = measure_path(file, engine, memory, budget)
         except (OSError, TierstoreError) as error:

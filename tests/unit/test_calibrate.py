@@ -284,9 +284,10 @@ def test_folder_that_cannot_be_used_is_told(swap: Path, cache: RateCache) -> Non
 
 
 @pytest.mark.usefixtures("patient")
-def test_buffered_engine_is_not_measured(swap: Path, cache: RateCache) -> None:
-    rates = find_rates([swap], engine="aiofiles", cache=cache)
-    assert not rates.paths and "buffered" in rates.notes[0]
+def test_buffered_io_is_not_measured(swap: Path, cache: RateCache) -> None:
+    for settings in ({"engine": "aiofiles"}, {"direct": False}):
+        rates = find_rates([swap], cache=cache, **settings)  # type: ignore[arg-type]
+        assert not rates.paths and "buffered" in rates.notes[0]
 
 
 @pytest.mark.usefixtures("patient")

@@ -91,7 +91,13 @@ def examine(options: Options) -> Report:
     looked = {folder: swap_findings(folder, nvme) for folder in folders}
     findings += [finding for found in looked.values() for finding in found]
     sound = [folder for folder, found in looked.items() if all(f.level is not Level.FAIL for f in found)]
-    rates = find_rates(sound, engine=nvme.io.engine, measure=options.calibrate, anew=options.calibrate)
+    rates = find_rates(
+        sound,
+        engine=nvme.io.engine,
+        direct=None if nvme.io.direct == "auto" else nvme.io.direct,
+        measure=options.calibrate,
+        anew=options.calibrate,
+    )
     cpu = policy.tiers.cpu.capacity if policy.tiers.cpu is not None else "auto"
     capacity = cpu if isinstance(cpu, int) else None
     tuning = tune(rates, policy, state_bytes=LARGE_BYTES, capacity_bytes=capacity)
