@@ -41,6 +41,16 @@ class Recorder(ThreadsEngine):
     def bytes(self) -> int:
         return sum(len(operation.buffer) for operation in self.operations)
 
+    def written(self) -> int:
+        """How far the file was written, in order, before anything else touched it there."""
+        written = 0
+        for operation in self.operations:
+            end = operation.offset + len(operation.buffer)
+            if operation.kind is Kind.WRITE and operation.offset == written:
+                written = end
+            assert end <= written, f"{operation} is not on written blocks"
+        return written
+
 
 class Recorders:
     """Makes engines, and keeps them."""
@@ -102,12 +112,7 @@ def test_a_path_is_measured_in_all_ways_within_its_bytes_on_written_blocks(swap:
     rates = measured(swap, engine, budget)
     assert rates is not None and [size.request_bytes for size in rates.sizes] == list(calibrate.REQUEST_SIZES)
     assert 200 * MIB < engine.bytes() == MOST_BYTES - budget.bytes_left <= MOST_BYTES
-    written = 0
-    for operation in engine.operations:
-        end = operation.offset + len(operation.buffer)
-        if operation.kind is Kind.WRITE and operation.offset == written:
-            written = end
-        assert end <= written <= MOST_BYTES // 4
+    assert engine.written() == MOST_BYTES // 4
     assert all(operation.direct for operation in engine.operations)
     assert os.listdir(swap) == []
 
@@ -149,6 +154,19 @@ def test_nothing_is_begun_when_the_time_is_up(swap: Path) -> None:
     engine = Recorder(tick)
     assert measured(swap, engine, Budget(MOST_BYTES, 20.0, clock=lambda: now[0])) is None
     assert 5 <= len(engine.operations) <= 20
+
+
+def test_slow_disk_is_measured_on_the_blocks_there_was_time_to_write(swap: Path) -> None:
+    """The first 20 requests take a second each; then it is fast, and the rest of the file stays untouched."""
+    now = [0.0]
+
+    def tick() -> None:
+        now[0] += 1.0 if now[0] < 20 else 0.0
+
+    engine = Recorder(tick)
+    rates = measured(swap, engine, Budget(MOST_BYTES, 80.0, clock=lambda: now[0]))
+    assert rates is not None and [size.request_bytes for size in rates.sizes] == [MIB // 2]
+    assert engine.written() == 10 * MIB
 
 
 @pytest.mark.parametrize("nbytes", [0, 4096, MIB])

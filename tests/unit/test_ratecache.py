@@ -145,12 +145,14 @@ def test_child_forked_in_a_turn_does_not_keep_it(cache: RateCache) -> None:
         if child == 0:
             os.read(read, 1)
             os._exit(0)
-    with cache.turn() as turn:
-        assert not turn.is_taken
-    os.write(write, b"x")
-    os.waitpid(child, 0)
-    os.close(read)
-    os.close(write)
+    try:
+        with cache.turn() as turn:
+            assert not turn.is_taken
+    finally:
+        os.write(write, b"x")
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
 
 
 def _in_child(cache: RateCache) -> bool:
