@@ -8,7 +8,6 @@ measuring. Never raises for what it meets: `Rates.notes` say what is not known a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import statistics
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tierstore.cores import leaving_one_free
 from tierstore.device import map_host_memory
 from tierstore.errors import TierstoreError, TransferError
 from tierstore.io import Engine, Kind, Operation, open_engine
@@ -354,7 +354,7 @@ class _Pump:
 
 
 def measure_machine(memory: Tensor, budget: Budget, threads: int) -> MachineRates:
-    """Measure copies and fused AdamW within `memory`, which caches speed up, with `threads` and with one fewer.
+    """Measure copies and fused AdamW within `memory`, which caches speed up, with `threads` and with a core left free.
 
     Runs on a pool of the calling thread's own; nobody else's number of threads changes.
     """
@@ -373,11 +373,10 @@ def measure_machine(memory: Tensor, budget: Budget, threads: int) -> MachineRate
     elements = parameter.numel()
     with torch.no_grad():
         every = elements / _seconds_of(update, budget.part(0, budget.seconds_left / 2))
-        fewer = None
-        if threads > 1 and _set_own_threads(threads - 1):
-            fewer = elements / _seconds_of(update, budget)
-            _set_own_threads(threads)
-    return MachineRates(2 * half / copied, threads, every, fewer)
+        with leaving_one_free():
+            is_fewer = torch.get_num_threads() < threads
+            spared = elements / _seconds_of(update, budget) if is_fewer else None
+    return MachineRates(2 * half / copied, threads, every, spared)
 
 
 def _seconds_of(work: Callable[[], object], budget: Budget) -> float:
@@ -393,18 +392,6 @@ def _timed(work: Callable[[], object], budget: Budget) -> Iterator[float]:
         began = budget.clock()
         work()
         yield max(budget.clock() - began, 1e-9)
-
-
-def _set_own_threads(threads: int) -> bool:
-    """Set how many threads the calling thread's operations use; False if that does not work here.
-
-    torch.set_num_threads would set it for every thread, and tell MKL to be less free in its choice for good.
-    """
-    try:
-        ctypes.CDLL(None).omp_set_num_threads(threads)
-    except (OSError, AttributeError, TypeError):
-        return False
-    return torch.get_num_threads() == threads
 
 
 def _fill(memory: Tensor) -> None:

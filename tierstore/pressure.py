@@ -108,11 +108,6 @@ def mount_of(folder: Path, root: Path = Path("/")) -> Mount:
     return nearest
 
 
-def usable_cores() -> int:
-    """How many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def huge_pages(root: Path = Path("/")) -> str:
     """How the kernel gives transparent huge pages: always, madvise, never, or unknown."""
     text = "".join(_lines(root / "sys/kernel/mm/transparent_hugepage/enabled"))

@@ -24,7 +24,8 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from tierstore.pressure import host_memory, huge_pages, mount_of, usable_cores
+from tierstore.cores import available
+from tierstore.pressure import host_memory, huge_pages, mount_of
 
 Key = dict[str, str | int | bool]
 T = TypeVar("T")
@@ -158,7 +159,7 @@ def machine_key(threads: int) -> Key:
     return {
         "processor": _processor(),
         "cores": os.cpu_count() or 0,
-        "usable_cores": usable_cores(),
+        "usable_cores": available(),
         "threads": threads,
         "memory": host_memory().total_bytes,
         "huge_pages": huge_pages(),

@@ -55,7 +55,7 @@ class MachineRates:
     copied_bytes_per_second: Amount  # read and written
     threads: Count
     elements_per_second: Amount
-    elements_per_second_with_one_fewer: Amount | None  # None: there is one thread, or the number cannot be set
+    elements_per_second_sparing_a_core: Amount | None  # with one thread fewer than cores; None: that is no fewer
 
 
 @dataclass(frozen=True, slots=True)

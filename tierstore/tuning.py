@@ -162,13 +162,13 @@ def _bound(paths: list[PathRates], machine: MachineRates | None) -> str:
     if machine is None:
         return ""
     carried = sum(path.mixed_bytes_per_second for path in paths) / MOMENTS_BYTES
-    fewer = machine.elements_per_second_with_one_fewer
-    computed = machine.elements_per_second if fewer is None else max(fewer, machine.elements_per_second)
-    with_fewer = "" if fewer is None else f", {_elements(fewer)} with {machine.threads - 1}"
+    spared = machine.elements_per_second_sparing_a_core
+    computed = machine.elements_per_second if spared is None else max(spared, machine.elements_per_second)
+    sparing = "" if spared is None else f", {_elements(spared)} with a core left free"
     binds = "the disks bind" if carried < computed else "arithmetic binds"
     return (
         f"{binds}: they carry the moments of {_elements(carried)} float32 parameters a second, of which "
-        f"{_elements(machine.elements_per_second)} are updated with {machine.threads} threads{with_fewer}"
+        f"{_elements(machine.elements_per_second)} are updated with {machine.threads} threads{sparing}"
     )
 
 

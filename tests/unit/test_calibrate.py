@@ -14,6 +14,7 @@ import torch
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine
 from tierstore import calibrate
 from tierstore.calibrate import DEPTH, MOST_BYTES, Budget, find_rates, measure_machine, measure_path, within
+from tierstore.cores import available
 from tierstore.device import map_host_memory
 from tierstore.io import Engine, Kind, Operation
 from tierstore.io.threads import ThreadsEngine
@@ -182,17 +183,18 @@ def test_too_few_bytes_are_not_enough(nbytes: int, swap: Path, cache: RateCache)
 
 def test_arithmetic_is_measured_without_touching_anybodys_threads() -> None:
     """The thread count of others, and what MKL makes of it, decide bits of the model's own arithmetic."""
-    torch.set_num_threads(2)
+    cores = available()
+    torch.set_num_threads(cores)
     seen: list[int] = []
     rates = within(
-        PATIENCE_SECONDS, lambda: measure_machine(map_host_memory(4 * MIB), Budget(0, PATIENCE_SECONDS), threads=2)
+        PATIENCE_SECONDS, lambda: measure_machine(map_host_memory(4 * MIB), Budget(0, PATIENCE_SECONDS), threads=cores)
     )
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()
     thread.join()
-    assert rates.threads == 2 and rates.elements_per_second > 0 and rates.copied_bytes_per_second > 0
-    assert rates.elements_per_second_with_one_fewer is not None
-    assert [torch.get_num_threads(), *seen] == [2, 2]
+    assert rates.threads == cores and rates.elements_per_second > 0 and rates.copied_bytes_per_second > 0
+    assert (rates.elements_per_second_sparing_a_core is None) == (cores == 1)
+    assert [torch.get_num_threads(), *seen] == [cores, cores]
 
 
 # -- the whole --------------------------------------------------------------------------------------------------

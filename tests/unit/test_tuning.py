@@ -133,15 +133,15 @@ def test_pipeline_holds_what_is_on_its_way_and_never_more_memory_than_without_ra
 
 
 @pytest.mark.parametrize(
-    ("elements", "fewer", "words"),
+    ("elements", "spared", "words"),
     [
-        (2e9, 1e9, "the disks bind: .* 125 million .* 2,000 million .* 4 threads, 1,000 million with 3"),
+        (2e9, 1e9, "the disks bind: .* 125 million .* 2,000 million .* 4 threads, 1,000 million with a core left free"),
         (1e8, None, "arithmetic binds: .* 100 million .* 4 threads$"),
         (1e8, 2e8, "the disks bind"),
     ],
 )
-def test_what_binds_is_said_with_its_numbers(elements: float, fewer: float | None, words: str) -> None:
-    bound = tuned(path(2 * GB), machine=MachineRates(GB, 4, elements, fewer)).bound
+def test_what_binds_is_said_with_its_numbers(elements: float, spared: float | None, words: str) -> None:
+    bound = tuned(path(2 * GB), machine=MachineRates(GB, 4, elements, spared)).bound
     assert re.search(words, bound), bound
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tierstore.cores import available
 from tierstore.demo.words import size
 from tierstore.device import open_device, present_accelerator
 from tierstore.doctor.finding import Finding, fail, ok, warn
@@ -21,7 +22,6 @@ from tierstore.pressure import (
     huge_pages,
     local_ranks,
     memory_stall_percent,
-    usable_cores,
 )
 from tierstore.rules.adam import AdamWRule
 
@@ -46,7 +46,7 @@ def machine_findings(policy: TierPolicy, root: Path = _ROOT) -> Iterator[Finding
         yield stall_finding(stall)
     yield huge_pages_finding(huge_pages(root))
     yield _memlock(is_pinned=present_accelerator() is not None, memory=memory)
-    yield cores_finding(usable_cores(), os.cpu_count() or 1, torch.get_num_threads())
+    yield cores_finding(available(), os.cpu_count() or 1, torch.get_num_threads())
     if policy.tiers.nvme is not None:
         yield waiting_finding(os.environ)
         yield from _engines(policy.tiers.nvme.io.engine, root)

@@ -44,13 +44,13 @@ def print_rates(console: Console, rates: Rates, tuning: Tuning | None) -> None:
         console.print(_paths(rates), width=width)
     if rates.machine is not None:
         machine = rates.machine
-        fewer = machine.elements_per_second_with_one_fewer
+        spared = machine.elements_per_second_sparing_a_core
         elements = f"{machine.elements_per_second / 1e6:,.0f} million elements a second with {machine.threads} threads"
-        with_fewer = "" if fewer is None else f", {fewer / 1e6:,.0f} with {machine.threads - 1}"
+        sparing = "" if spared is None else f", {spared / 1e6:,.0f} with a core left free"
         console.print()
         console.print(
             f"within 64 MiB, memory is copied at {per_second(machine.copied_bytes_per_second)} (read and written), and "
-            f"fused AdamW updates {elements}{with_fewer}",
+            f"fused AdamW updates {elements}{sparing}",
             width=width,
         )
     console.print()
