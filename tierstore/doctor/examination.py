@@ -83,7 +83,7 @@ def examine(options: Options) -> Report:
     """Look at the machine and at swap folders, and measure rates or find those measured before."""
     policy = _policy(options)
     findings = list(machine_findings(policy))
-    folders, missing = folders_of(policy)
+    folders, missing = folders_of(policy, is_asked_for=options.policy is not None)
     findings += missing
     nvme = policy.tiers.nvme
     if nvme is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tierstore.calibrate import within
 from tierstore.demo.words import size
 from tierstore.doctor.finding import Finding, fail, ok, warn
-from tierstore.errors import SwapError, TierstoreError
+from tierstore.errors import TierstoreError
 from tierstore.policy import NvmeTier, TierPolicy
 from tierstore.pressure import disk_space, mount_of
 from tierstore.swapfile import FolderKind, SwapFile, describe_folder, disk_margin, swap_folders
@@ -19,16 +19,20 @@ PATIENCE_SECONDS = 5.0
 LITTLE_BYTES = 1 << 30
 
 
-def folders_of(policy: TierPolicy) -> tuple[list[Path], list[Finding]]:
-    """The swap folders of a policy; none, and why, if there is none that can be used without being named."""
+def folders_of(policy: TierPolicy, *, is_asked_for: bool) -> tuple[list[Path], list[Finding]]:
+    """The swap folders of a policy; none, and why, if there is none that can be used without being named.
+
+    That is a failure only where files are asked for: the default policy does without while memory suffices.
+    """
     nvme = policy.tiers.nvme
     if nvme is None:
         return [], []
     try:
         return swap_folders(nvme.paths), []
-    except (SwapError, TierstoreError) as error:
+    except TierstoreError as error:
         text = getattr(error, "strerror", None) or str(error)
-        return [], [fail("swap", text, "name a folder on a local disk: TIERSTORE_SWAP, tiers.nvme.paths or --path")]
+        tell = fail if is_asked_for else warn
+        return [], [tell("swap", text, "name a folder on a local disk: TIERSTORE_SWAP, tiers.nvme.paths or --path")]
 
 
 def swap_findings(folder: Path, nvme: NvmeTier) -> list[Finding]:
