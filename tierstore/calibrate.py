@@ -15,18 +15,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tierstore.cores import leaving_one_free
 from tierstore.device import map_host_memory
-from tierstore.errors import TierstoreError, TransferError
+from tierstore.errors import DiskFullError, TierstoreError, TransferError
 from tierstore.io import Engine, Kind, Operation, open_engine
 from tierstore.pressure import local_ranks
-from tierstore.ratecache import RateCache, cache_folder, machine_key, path_key
+from tierstore.ratecache import Key, RateCache, cache_folder, machine_key, path_key
 from tierstore.rates import MachineRates, PathRates, Rates, SizeRates
 from tierstore.swapfile import SwapFile, filesystems
 
@@ -173,11 +174,12 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, slots=True)
 class _Missing:
-    """What is in no cache: paths with their keys, one for each filesystem, and the machine's key."""
+    """What is in no cache: a path with its key for each filesystem, and the machine's key."""
 
-    def __init__(self, paths: list[tuple[Path, Any]], machine: Any | None) -> None:
-        self.paths, self.machine = paths, machine
+    paths: list[tuple[Path, Key]]
+    machine: Key | None
 
     def any(self) -> bool:
         return bool(self.paths) or self.machine is not None
@@ -201,7 +203,7 @@ class _Finder:
             if entry is None:
                 missing.append((same[0], key))
             else:
-                self._found.paths[_name(key)] = entry.rates
+                self._found.paths[_name(same[0], key)] = entry.rates
                 self._found.dates.append(entry.measured_at)
         key = machine_key(threads)
         machine = None if anew else self._cache.load(MachineRates, key)
@@ -228,7 +230,7 @@ class _Finder:
             if missing.machine is not None:
                 self._measure_machine(memory, threads, missing.machine)
 
-    def _measure_machine(self, memory: Tensor, threads: int, key: Any) -> None:
+    def _measure_machine(self, memory: Tensor, threads: int, key: Key) -> None:
         self._found.doing = "measuring memory and arithmetic"
         if not self._budget.seconds_left:
             self._found.notes.append("memory and arithmetic are not measured: there was no time left")
@@ -237,7 +239,7 @@ class _Finder:
         self._found.machine = rates
         self._found.dates.append(self._cache.save(rates, key).measured_at)
 
-    def _measure_paths(self, paths: Sequence[tuple[Path, Any]], memory: Tensor) -> None:
+    def _measure_paths(self, paths: Sequence[tuple[Path, Key]], memory: Tensor) -> None:
         most = max(1, MOST_BYTES // LEAST_PATH_BYTES)
         for number, (folder, key) in enumerate(paths[:most]):
             self._found.doing = f"measuring {folder}"
@@ -246,7 +248,7 @@ class _Finder:
             budget = self._budget.part(self._budget.bytes_left // parts, seconds)
             rates = self._measure_path(folder, memory, budget)
             if rates is not None:
-                self._found.paths[_name(key)] = rates
+                self._found.paths[_name(folder, key)] = rates
                 self._found.dates.append(self._cache.save(rates, key).measured_at)
         for folder, _ in paths[most:]:
             self._found.notes.append(f"{folder} is not measured this time: {most} others were")
@@ -264,11 +266,15 @@ class _Finder:
                     self._found.notes.append(f"{folder} is not measured: {_BUFFERED}")
                     return None
                 rates = measure_path(file, engine, memory, budget)
+        except DiskFullError:
+            self._found.notes.append(f"{folder} is not measured: there is too little free space")
+            return None
         except (OSError, TierstoreError) as error:
             self._found.notes.append(f"{folder} is not measured: {getattr(error, 'strerror', None) or error}")
             return None
-        if rates is None:
+        if rates is None or not self._budget.seconds_left:  # what ends after that has met with something unusual
             self._found.notes.append(f"{folder} is not measured: it is too slow for the time there is")
+            return None
         return rates
 
 
@@ -401,5 +407,5 @@ def _fill(memory: Tensor) -> None:
         view[start : start + len(noise)] = noise[: len(view) - start]
 
 
-def _name(key: Any) -> str:
-    return f"{key['filesystem']} on {key['source']}"
+def _name(folder: Path, key: Key) -> str:
+    return f"{folder} ({key['filesystem']} on {key['source']})"
