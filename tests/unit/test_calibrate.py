@@ -13,9 +13,10 @@ import torch
 
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine
 from tierstore import calibrate
-from tierstore.calibrate import DEPTH, MOST_BYTES, Budget, find_rates, measure_machine, measure_path, within
+from tierstore.calibrate import MOST_BYTES, find_rates, within
 from tierstore.cores import available
 from tierstore.device import map_host_memory
+from tierstore.gauge import DEPTH, REQUEST_SIZES, Budget, measure_machine, measure_path
 from tierstore.io import Engine, Kind, Operation
 from tierstore.io.threads import ThreadsEngine
 from tierstore.pressure import DiskSpace
@@ -111,7 +112,7 @@ def test_a_path_is_measured_in_all_ways_within_its_bytes_on_written_blocks(swap:
     engine = Recorder()
     budget = Budget(MOST_BYTES, PATIENCE_SECONDS)
     rates = measured(swap, engine, budget)
-    assert rates is not None and [size.request_bytes for size in rates.sizes] == list(calibrate.REQUEST_SIZES)
+    assert rates is not None and [size.request_bytes for size in rates.sizes] == list(REQUEST_SIZES)
     assert 200 * MIB < engine.bytes() == MOST_BYTES - budget.bytes_left <= MOST_BYTES
     assert engine.written() == MOST_BYTES // 4
     assert all(operation.direct for operation in engine.operations)

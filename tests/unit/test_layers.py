@@ -17,8 +17,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces"),
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "plan", "sparing"),
     "do": (
-        *("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "ratecache", "calibrate", "tiers"),
-        "transfer",
+        *("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
+        *("calibrate", "tiers", "transfer"),
     ),
     "join": ("flights", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
