@@ -58,7 +58,7 @@ class Binding:
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
         self.steps: dict[int, Tensor] = {}  # by position; a parameter has state exactly when it is here
         self.unbegun: set[int] = set()  # of those, the ones whose state was without moments: the next step begins them
-        blueprint = draw(self.members, groups, policy, parts)
+        blueprint = draw(self.members, groups, policy, parts).tuned()
         self.rule = rule
         self.policy = policy
         self._fields = tuple(state_fields(member, policy) for member in self.members)
@@ -230,9 +230,15 @@ class Blueprint:
     """What binding will make, before anything is reserved."""
 
     plant: Plant
+    specs: Sequence[ParameterSpec]
     layout: Layout
     infos: dict[int, ChunkInfo]
     chunk_bytes: int
+
+    def tuned(self) -> Blueprint:
+        """The same for what is `auto` set by the machine's rates, which may be measured now; itself if little moves."""
+        plant = self.plant.tuned(list(self.infos.values()), self.chunk_bytes)
+        return self if plant is self.plant else _cut(plant, self.specs)
 
     def rooms(self) -> dict[str, Room]:
         """Extents of each tier. Raises CapacityError if not all chunks find a home."""
@@ -261,6 +267,11 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
         named = _named_tier(member, groups[member.group], policy, plant.names, compute) if fields else None
         cls = ChunkClass(local.dtype, str(local.device), fields, compute, named)
         specs.append(ParameterSpec(member.name, member.group, local.numel() if fields else 0, cls))
+    return _cut(plant, specs)
+
+
+def _cut(plant: Plant, specs: Sequence[ParameterSpec]) -> Blueprint:
+    """Cut parameters into chunks of the size that suits the plant."""
     state_bytes = sum(spec.elements * spec.cls.element_bytes for spec in specs)
     chunk_bytes = plant.chunk_bytes(state_bytes, max((spec.cls.element_bytes for spec in specs), default=0))
     try:
@@ -268,7 +279,7 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
     except ValueError as error:
         raise PolicyError(f"chunk_size: {error}") from error
     infos = {chunk.number: ChunkInfo(chunk.record_bytes, chunk.cls.compute, chunk.cls.named) for chunk in layout.chunks}
-    return Blueprint(plant, layout, infos, chunk_bytes)
+    return Blueprint(plant, specs, layout, infos, chunk_bytes)
 
 
 def state_fields(member: Member, policy: TierPolicy) -> tuple[Field, ...]:

@@ -11,27 +11,44 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from tierstore.calibrate import find_rates
 from tierstore.device import Device, host_for, open_device
 from tierstore.errors import PolicyError
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
-from tierstore.placement import Asked, Need, Room, auto_chunk_bytes, place_homes, size_tiers, whole_pages, with_choice
+from tierstore.placement import (
+    LARGEST_CHUNK,
+    PIPELINE_EXTENTS,
+    Asked,
+    Need,
+    Room,
+    auto_chunk_bytes,
+    place_homes,
+    size_tiers,
+    whole_pages,
+    with_choice,
+)
 from tierstore.policy import GpuTier, IoSettings, NvmeTier, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
+from tierstore.rates import Rates
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, Setup
 from tierstore.swapfile import SwapFile, check_space, filesystems, swap_folders
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import TransferEngine
+from tierstore.tuning import Tuning, per_second, tune
 
 EXTENTS_GROWN = 16
 BYTES_GROWN = 4 << 20
 """A tier that grows chunk by chunk begins with slabs of so many extents, of no more than so many bytes."""
+
+TUNED_ABOVE_BYTES = 1 << 30
+"""Of state whose home is in files, from which on rates are measured: a step moves twice that."""
 
 _log = logging.getLogger("tierstore.build")
 
@@ -44,6 +61,7 @@ class Parts:
     host_for: Callable[..., Device] = host_for
     open_engine: Callable[..., Engine] = open_engine
     open_transfer: Callable[[Engine | None, Device | None], TransferEngine] = TransferEngine
+    find_rates: Callable[..., Rates] = find_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,7 @@ class Plant:
     gpu: Device | None
     parameters_on: torch.device | None
     parts: Parts = Parts()
+    tuning: Tuning | None = None  # what is chosen where the policy says `auto`; None: the defaults
 
     @property
     def order(self) -> str:
@@ -102,7 +121,32 @@ class Plant:
         if self.policy.chunk_size != "auto":
             return whole_pages(self.policy.chunk_size)
         asked = self.given_bytes("gpu" if self.gpu is not None else "cpu")
-        return auto_chunk_bytes(state_bytes, asked, smallest=max(1 << 14, whole_pages(1024 * largest_element + 4095)))
+        smallest = max(1 << 14, whole_pages(1024 * largest_element + 4095))
+        largest = LARGEST_CHUNK if self.tuning is None else self.tuning.chunk_size.value
+        return auto_chunk_bytes(state_bytes, asked, largest=largest, smallest=smallest)
+
+    def tuned(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> Plant:
+        """This plant with what is `auto` set by measured rates, if so much of these chunks has its home in files.
+
+        Raises CapacityError if not all chunks find a home.
+        """
+        nvme, state_bytes = self.policy.tiers.nvme, sum(info.record_bytes for info in infos)
+        if nvme is None or state_bytes <= TUNED_ABOVE_BYTES or self._in_files(infos, extent_bytes) <= TUNED_ABOVE_BYTES:
+            return self
+        given = self.given_bytes("cpu")
+        rates = self.parts.find_rates(
+            swap_folders(nvme.paths), engine=nvme.io.engine, direct=_wants_direct(nvme), memory_bytes=given
+        )
+        capacity = self.given_bytes("gpu") if self.gpu is not None else given
+        tuning = tune(rates, self.policy, state_bytes=state_bytes, capacity_bytes=capacity)
+        _tell_rates(rates, tuning)
+        return replace(self, tuning=tuning)
+
+    def _in_files(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> int:
+        """Bytes of chunks whose home is in files."""
+        needs = [Need(info.compute, info.named) for info in infos]
+        homes = place_homes(needs, self.rooms(infos, extent_bytes), order=self.order, extent_bytes=extent_bytes)
+        return sum(info.record_bytes for info, home in zip(infos, homes, strict=True) if home == "nvme")
 
     def rooms(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> dict[str, Room]:
         """Extents of each tier for these chunks, `auto` resolved; checks that all find a home. Reserves nothing."""
@@ -118,7 +162,7 @@ class Plant:
         """What the policy asks of each tier; a cpu tier for staging joins where chunks must pass through it."""
         asked = {name: self._asked(name, extent_bytes) for name in self.names}
         if "cpu" not in asked and (self.gpu is None or "nvme" in self.names or computes_on_cpu):
-            asked["cpu"] = Asked(None, homes=False)
+            asked["cpu"] = Asked(None, homes=False, pipeline=self._pipeline)
         return {name: asked[name] for name in ("gpu", "cpu", "nvme") if name in asked}
 
     def check_disk(self, rooms: Mapping[str, Room], extent_bytes: int) -> None:
@@ -200,7 +244,12 @@ class Plant:
             return Asked(given // extent_bytes)
         if name != "cpu":
             return Asked(None)
-        return Asked(None, limit=max(1, host_memory().available_bytes // 2 // local_ranks() // extent_bytes))
+        limit = max(1, host_memory().available_bytes // 2 // local_ranks() // extent_bytes)
+        return Asked(None, limit=limit, pipeline=self._pipeline)
+
+    @property
+    def _pipeline(self) -> int:
+        return PIPELINE_EXTENTS if self.tuning is None else self.tuning.prefetch.value
 
     def given_bytes(self, name: str) -> int | None:
         """The capacity that the policy gives a tier; None for `auto` and for a tier left out.
@@ -228,6 +277,10 @@ class Plant:
         threads, depth, size = (
             None if value == "auto" else value for value in (io.threads, io.queue_depth, io.request_size)
         )
+        if self.tuning is not None:
+            threads, depth, size = (
+                choice.value for choice in (self.tuning.threads, self.tuning.queue_depth, self.tuning.request_size)
+            )
         engine = self.parts.open_engine(io.engine, threads=threads, queue_depth=depth, request_size=size)
         if io.direct is True and not engine.supports_direct:
             engine.close()
@@ -269,6 +322,26 @@ def plan_plant(policy: TierPolicy, devices: Sequence[torch.device], parts: Parts
     return Plant(policy, names, gpu, parameters_on, parts)
 
 
+def _tell_rates(rates: Rates, tuning: Tuning | None) -> None:
+    for name, path in rates.paths.items():
+        _log.info(
+            "calibrated %s: reads %s, writes %s, both at once %s; 4KiB in %.2f ms (%s)",
+            name,
+            *map(per_second, (path.read_bytes_per_second, path.write_bytes_per_second, path.mixed_bytes_per_second)),
+            path.latency_seconds * 1e3,
+            rates.measured_at,
+        )
+    for note in rates.notes:
+        _log.info("calibration: %s", note)
+    if tuning is None:
+        _log.info("without rates of a swap path the defaults stay")
+        return
+    for choice in tuning:
+        _log.info("%s", choice)
+    if tuning.bound:
+        _log.info("%s", tuning.bound)
+
+
 def _why_no_gpu(gpu_tier: GpuTier) -> str:
     return "the parameters are on the CPU" if gpu_tier.device == "auto" else f"there is no {gpu_tier.device} here"
 
@@ -277,8 +350,13 @@ def _slab_extents(room: Room, paths: int = 1) -> int:
     return max(1, room.extents // (SLABS_PER_TIER * paths))
 
 
+def _wants_direct(nvme: NvmeTier) -> bool | None:
+    """Whether files are to be opened with O_DIRECT; None: where that works."""
+    return None if nvme.io.direct == "auto" else nvme.io.direct
+
+
 def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
-    direct = None if nvme.io.direct == "auto" else nvme.io.direct
+    direct = _wants_direct(nvme)
     if not engine.supports_direct:
         direct = False
     files: list[SwapFile] = []

@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 
 import tierstore
-from tierstore.demo.options import FAILED, HEAD_WIDTH, INTERRUPTED, STDOUT, DemoError, Options
+from tierstore.demo.options import FAILED, HEAD_WIDTH, INTERRUPTED, DemoError, Options
 from tierstore.errors import SwapError, TierstoreError
+from tierstore.output import STDOUT
 
 DEFAULTS = Options()
 MODEL, STATE, OUTPUT = "What is trained", "Where its state lives", "What is shown"
@@ -128,6 +129,47 @@ def demo(
         device=device,
     )
     raise typer.Exit(_run_demo(options))
+
+
+@app.command()
+def doctor(
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The policy to examine this machine for, not the defaults.")
+    ] = None,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="A swap folder, instead of the policy's; more than once for several."),
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure disks, memory and arithmetic, for about a second, and show what is chosen."
+        ),
+    ] = False,
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="[FILE]", help="Write it as JSON; without FILE to stdout, and all else to stderr."),
+    ] = None,
+) -> None:
+    """Look at what this machine has for state in tiers, and say what to do about what is missing.
+
+    Exit status: 0, also with warnings; 1 when something fails; 2 when the examination cannot be carried out.
+    """
+    raise typer.Exit(_run_doctor(policy, tuple(path or ()), calibrate, json))
+
+
+def _run_doctor(policy: Path | None, paths: tuple[Path, ...], calibrate: bool, json: str | None) -> int:
+    """Run it; tell an error of tierstore's in one message."""
+    try:
+        from tierstore.doctor.examination import Options, run
+
+        return run(Options(policy, paths, calibrate, json))
+    except TierstoreError as error:
+        typer.echo(f"error: {_message(error)}", err=True)
+        return FAILED
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
 
 
 def _run_demo(options: Options) -> int:

@@ -22,6 +22,8 @@ PIPELINE_EXTENTS = 8
 LINE = ("gpu", "cpu", "nvme")
 """All tiers, fastest first."""
 MIB = 1 << 20
+LARGEST_CHUNK = 64 * MIB
+"""Bytes above which a larger chunk gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,15 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the policy asks of a tier: its extents (None: as many as are needed, up to `limit`)."""
+    """What the policy asks of a tier: its extents (None: as many as are needed, up to `limit`).
+
+    `pipeline`: of those needed, how many are for chunks that pass through.
+    """
 
     extents: int | None
     limit: int | None = None
     homes: bool = True
+    pipeline: int = PIPELINE_EXTENTS
 
 
 def size_tiers(needs: Sequence[Need], asked: Mapping[str, Asked], *, order: str) -> dict[str, Room]:
@@ -106,7 +112,7 @@ def pipeline_needs(needs: Sequence[Need], homes: Sequence[str]) -> dict[str, int
 
 
 def auto_chunk_bytes(
-    state_bytes: int, compute_bytes: int | None, *, largest: int = 64 * MIB, smallest: int = 1 << 14
+    state_bytes: int, compute_bytes: int | None, *, largest: int = LARGEST_CHUNK, smallest: int = 1 << 14
 ) -> int:
     """Bytes of a chunk: at most `largest`, at least 16 extents in the tier that computes; a whole number of pages."""
     available = state_bytes if compute_bytes is None else min(state_bytes, compute_bytes)
@@ -132,7 +138,7 @@ def _cpu_extents(needs: Sequence[Need], rooms: Mapping[str, Room], ask: Asked, o
     homes = _place_on_device(needs, rooms)
     off_device = sum(home in (None, "cpu") for home in homes)
     passing = sum(home == "nvme" for home in homes)
-    wanted = off_device + min(PIPELINE_EXTENTS, passing) if ask.homes else min(PIPELINE_EXTENTS, off_device + passing)
+    wanted = off_device + min(ask.pipeline, passing) if ask.homes else min(ask.pipeline, off_device + passing)
     return max(1, wanted if ask.limit is None else min(wanted, ask.limit))
 
 

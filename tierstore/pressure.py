@@ -1,4 +1,5 @@
-"""Measures how full the machine is: host memory, the container's limit, disks, and how many processes share them.
+"""Measures how full the machine is: host memory, the container's limit, disks, and how many processes share them;
+and what memory and disks are, as the kernel says it.
 
 It decides nothing and keeps nothing: every call reads the system anew. Files are read below `root`, so that recorded
 trees of other machines can be measured too. A limit set on any control group above this process counts; what the
@@ -39,12 +40,13 @@ class DiskSpace:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mounted filesystem: where, its type and options, and which folder of it is seen there."""
+    """One mounted filesystem: where, its type and options, which folder of it is seen there, and what it is on."""
 
     point: str
     filesystem: str
     options: tuple[str, ...] = ()
     shown: str = "/"
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,32 @@ def mounts(root: Path = Path("/")) -> list[Mount]:
     if lines or root != Path("/"):
         return [_mount(line) for line in lines]
     disks = psutil.disk_partitions(all=True)
-    return [Mount(disk.mountpoint, disk.fstype, tuple(disk.opts.split(","))) for disk in disks]
+    return [Mount(disk.mountpoint, disk.fstype, tuple(disk.opts.split(",")), source=disk.device) for disk in disks]
+
+
+def mount_of(folder: Path, root: Path = Path("/")) -> Mount:
+    """Find what is mounted nearest above a folder; of an unknown filesystem if the system does not say."""
+    real = Path(os.path.realpath(folder))
+    nearest = Mount("", "")
+    for mount in mounts(root):
+        if real.is_relative_to(mount.point) and len(Path(mount.point).parts) >= len(Path(nearest.point).parts):
+            nearest = mount
+    return nearest
+
+
+def huge_pages(root: Path = Path("/")) -> str:
+    """How the kernel gives transparent huge pages: always, madvise, never, or unknown."""
+    text = "".join(_lines(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def memory_stall_percent(root: Path = Path("/")) -> float | None:
+    """How much of the last ten seconds tasks waited for memory; None where the kernel does not say (PSI)."""
+    for line in _lines(root / "proc/pressure/memory"):
+        match = re.match(r"some avg10=([0-9.]+)", line)
+        if match is not None:
+            return float(match[1])
+    return None
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
@@ -162,8 +189,9 @@ def _mount(line: str) -> Mount:
     """Read a line of mountinfo (proc(5)): blanks and backslashes in its paths are octal escapes."""
     before, _, after = line.partition(" - ")
     _, _, _, shown, point, *_ = (_unescape(part) for part in before.split())
-    filesystem, *_, options = after.split()
-    return Mount(point, filesystem, tuple(options.split(",")), shown)
+    filesystem, *sources, options = after.split()
+    source = _unescape(sources[0]) if sources else ""
+    return Mount(point, filesystem, tuple(options.split(",")), shown, source)
 
 
 def _unescape(text: str) -> str:

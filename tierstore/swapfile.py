@@ -25,7 +25,7 @@ from typing import Literal
 
 from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
 from tierstore.io.base import ALIGNMENT
-from tierstore.pressure import disk_space, mounts
+from tierstore.pressure import disk_space, mount_of
 
 SLAB_BYTES = 1 << 30
 """Reserved at once: small enough to be interrupted, large enough to be contiguous."""
@@ -53,17 +53,19 @@ class SwapFile:
     """One unnamed file in a folder, with what `grow` reserved in it.
 
     `direct` asks for O_DIRECT, or against it; None probes, and takes buffered I/O where it does not work. Afterwards
-    `direct` says which it is. Used by one thread, except `fd`, which engines use.
+    `direct` says which it is. Used by one thread, except `fd`, which engines use. `warns` of a folder that is memory or
+    a network.
     """
 
-    def __init__(self, folder: Path, *, direct: bool | None) -> None:
+    def __init__(self, folder: Path, *, direct: bool | None, warns: bool = True) -> None:
         self.folder = folder
         self.path = f"{folder}/tierstore-{os.getpid()} (unnamed)"
         self.size_bytes = 0
         self.fd = _open_unnamed(folder)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.fd)
         try:
-            _warn_of_folder(folder)
+            if warns:
+                _warn_of_folder(folder)
             self.direct = False if direct is False else self._try_direct(required=direct is True)
         except BaseException:
             self.close()
@@ -198,13 +200,7 @@ def check_space(shares: Mapping[Path, int]) -> None:
 
 def describe_folder(folder: Path, *, root: Path = Path("/")) -> FolderKind:
     """Say whether a folder is on a disk, in memory or on a network, by the filesystem mounted nearest above it."""
-    real = Path(os.path.realpath(folder))
-    nearest, filesystem = Path(), ""
-    for mount in mounts(root):
-        point = Path(mount.point)
-        if real.is_relative_to(point) and len(point.parts) >= len(nearest.parts):
-            nearest, filesystem = point, mount.filesystem
-    return _kind(filesystem)
+    return _kind(mount_of(folder, root).filesystem)
 
 
 def disk_margin(total_bytes: int) -> int:

@@ -175,7 +175,7 @@ def _options(annotation: Any) -> tuple[object, ...]:
     return tuple(option for part in parts for option in (_options(part) if part is bool or get_args(part) else (part,)))
 
 
-def _bytes_text(count: object) -> object:
+def bytes_text(count: object) -> object:
     """Write a byte count in the largest unit that is exact, `auto` and shares as text."""
     if not isinstance(count, int):
         return str(count)
@@ -191,7 +191,7 @@ _SIZE = "a size such as 65536, 64MiB or 1.5GiB"
 _CAPACITY = f"{_SIZE}, from 1 byte, or a share above 0% and at most 100%, as 30%"
 _CHUNK_SIZE = f"{_SIZE}, from 16KiB ({MIN_CHUNK_BYTES} bytes)"
 _REQUEST_SIZE = f"{_SIZE}, a multiple of {_DIRECT_BYTES} bytes"
-_WRITE_BYTES = PlainSerializer(_bytes_text, when_used="json")
+_WRITE_BYTES = PlainSerializer(bytes_text, when_used="json")
 _WRITE_PATHS = PlainSerializer(_paths_text, when_used="json")
 
 

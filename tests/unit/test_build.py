@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
-from tierstore.build import Plant, plan_plant
+from tierstore.build import Parts, Plant, plan_plant
 from tierstore.errors import DiskFullError
+from tierstore.io import Engine
+from tierstore.io import open_engine as real_engine
 from tierstore.placement import Room
 from tierstore.policy import TierPolicy
 from tierstore.pressure import DiskSpace, HostMemory, disk_space
+from tierstore.rates import PathRates, Rates, SizeRates
 from tierstore.store import ChunkInfo
 from tierstore.swapfile import check_space, disk_margin
 from tierstore.tiers import FileTier
 
-TIB = 1 << 40
+TIB, MIB = 1 << 40, 1 << 20
 
 
 def plant_of(tiers: Mapping[str, Any]) -> Plant:
@@ -146,3 +149,106 @@ def test_extents_are_dealt_as_the_file_tier_reserves_them(extents: int, slab_ext
     made = [File() for _ in range(files)]
     FileTier("nvme", made, 4096).grow(extents, slab_extents=slab_extents)  # type: ignore[arg-type]
     assert [file.size_bytes // 4096 for file in made] == FileTier.dealt(extents, slab_extents, files)
+
+
+# -- tuning -----------------------------------------------------------------------------------------------------
+
+
+FAST = PathRates(1e-4, 2e10, 2e10, (SizeRates(MIB, 1e-3, 2e10), SizeRates(4 * MIB, 2e-3, 2e10)))
+GIB = 1 << 30
+
+
+def chunks(nbytes: int) -> list[ChunkInfo]:
+    """So many bytes of state, in chunks of 64 MiB."""
+    return [ChunkInfo(64 * MIB, "cpu")] * (nbytes // (64 * MIB))
+
+
+class Finder:
+    """Hands out rates, and remembers what was asked."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+        self._rates = rates
+
+    def __call__(self, folders: list[Path], **settings: Any) -> Rates:
+        self.asked.append((folders, settings))
+        return self._rates
+
+
+def tuned(finder: Finder, nbytes: int, folder: Path, engines: list[Any] | None = None, **policy: Any) -> Plant:
+    nvme = {"paths": [str(folder)], "io": policy.pop("io", {})}
+    settings = {"tiers": {"cpu": {"capacity": policy.pop("capacity", GIB)}, "nvme": nvme}, **policy}
+
+    def open_engine(name: str, **numbers: Any) -> Engine:
+        assert engines is not None
+        engines.append(numbers)
+        return real_engine(name, **numbers)
+
+    parts = Parts(find_rates=finder, open_engine=open_engine)
+    return plan_plant(TierPolicy.load(settings), [], parts).tuned(chunks(nbytes), 64 * MIB)
+
+
+def test_nothing_is_measured_for_less_than_a_gibibyte_in_files(tmp_path: Path) -> None:
+    finder = Finder(Rates({"disk": FAST}, None, "2026"))
+    assert tuned(finder, GIB, tmp_path).tuning is None
+    assert tuned(finder, 4 * GIB, tmp_path, placement=[{"params": "*", "tier": "cpu"}], capacity=8 * GIB) is not None
+    plant = plan_plant(TierPolicy.load({"tiers": {"cpu": {"capacity": 8 * GIB}}}), [], Parts(find_rates=finder))
+    assert plant.tuned(chunks(4 * GIB), 64 * MIB) is plant
+    named = [ChunkInfo(64 * MIB, "cpu", "cpu")] * 32 + [ChunkInfo(64 * MIB, "cpu", "nvme")] * 16
+    settings = {"tiers": {"cpu": {"capacity": 8 * GIB}, "nvme": {"paths": [str(tmp_path)]}}}
+    plant = plan_plant(TierPolicy.load(settings), [], Parts(find_rates=finder))
+    assert plant.tuned(named, 64 * MIB) is plant
+    assert finder.asked == []
+    assert plant.tuned([*named, *chunks(64 * MIB)], 64 * MIB).tuning is not None
+
+
+def test_more_is_moved_as_the_rates_advise_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    finder, engines = Finder(Rates({"disk": FAST}, None, "2026", ("a note",))), list[Any]()
+    plant = tuned(finder, 2 * GIB, tmp_path, engines)
+    (asked,) = finder.asked
+    assert asked == ([tmp_path], {"engine": "auto", "direct": None, "memory_bytes": GIB})
+    assert plant.tuning is not None
+    extent_bytes = plant.chunk_bytes(2 * GIB, 8)
+    assert extent_bytes == plant.tuning.chunk_size.value == 64 * MIB
+    setup = plant.build({"cpu": Room(1), "nvme": Room(1)}, 4096)
+    setup.transfer.close()
+    for tier in setup.tiers.values():
+        tier.close()
+    assert engines == [{"threads": 32, "queue_depth": 32, "request_size": 4 * MIB}]
+    assert all(str(choice) in caplog.text for choice in plant.tuning)
+    assert "a note" in caplog.text and "calibrated disk: reads 20.00 GB/s" in caplog.text
+
+
+def test_what_the_policy_says_is_not_tuned(tmp_path: Path) -> None:
+    io = {"threads": 3, "queue_depth": 5, "request_size": 8192}
+    engines = list[Any]()
+    plant = tuned(Finder(Rates({"disk": FAST}, None, "2026")), 2 * GIB, tmp_path, engines, io=io, chunk_size="1MiB")
+    assert plant.chunk_bytes(2 * GIB, 8) == MIB
+    setup = plant.build({"cpu": Room(1), "nvme": Room(1)}, 4096)
+    setup.transfer.close()
+    assert engines == [io]
+
+
+def test_tuned_chunks_are_small_enough_for_16_in_the_tier_that_computes(tmp_path: Path) -> None:
+    plant = tuned(Finder(Rates({"disk": FAST}, None, "2026")), 2 * GIB, tmp_path, capacity=256 * MIB)
+    assert plant.chunk_bytes(2 * GIB, 8) == 16 * MIB
+
+
+def test_staging_is_as_deep_as_the_rates_advise(tmp_path: Path) -> None:
+    slow = PathRates(1e-4, 1e9, 1e9, (SizeRates(MIB, 50e-3, 1e9),))
+    policy = TierPolicy.load({"chunk_size": "4MiB", "tiers": {"nvme": {"paths": [str(tmp_path)]}}})
+    plant = plan_plant(policy, [], Parts(find_rates=Finder(Rates({"disk": slow}, None, "2026"))))
+    infos = [ChunkInfo(4 * MIB, "cpu")] * 300
+    assert plant.rooms(infos, 4 * MIB)["cpu"].extents == 8
+    assert plant.tuned(infos, 4 * MIB).rooms(infos, 4 * MIB)["cpu"].extents == 11
+
+
+def test_without_rates_the_defaults_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    engines = list[Any]()
+    plant = tuned(Finder(Rates({}, None, None, ("another process is measuring",))), 2 * GIB, tmp_path, engines)
+    assert plant.tuning is None and plant.chunk_bytes(2 * GIB, 8) == 64 * MIB
+    plant.build({"cpu": Room(1), "nvme": Room(1)}, 4096).transfer.close()
+    assert engines == [{"threads": None, "queue_depth": None, "request_size": None}]
+    assert "another process is measuring" in caplog.text and "the defaults stay" in caplog.text

@@ -14,15 +14,18 @@ PACKAGE = Path(tierstore.__file__).parent
 
 # A module imports only from groups above its own, and within a group only from names to its left.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "nouns": ("errors", "arena", "layout", "stats", "trace", "forms", "pieces"),
-    "decide": ("units", "policy", "residency", "placement", "growth", "paths", "plan", "sparing"),
-    "do": ("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "tiers", "transfer"),
+    "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces"),
+    "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "plan", "sparing"),
+    "do": (
+        *("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
+        *("calibrate", "tiers", "transfer"),
+    ),
     "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
         *("rules", "kernels", "results", "members", "binding", "handed", "states", "state_view", "state_dicts"),
         *("update", "normed", "held", "tiered", "optimizer"),
     ),
-    "front": ("", "demo", "cli", "__main__"),
+    "front": ("", "output", "demo", "doctor", "cli", "__main__"),
 }
 STRANGERS = [{"decide", "do"}]  # groups that never import each other
 MOST_LINES = 420

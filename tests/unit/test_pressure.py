@@ -8,7 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tierstore.pressure import HostMemory, disk_space, host_memory, local_ranks, mounts
+from tierstore.pressure import (
+    HostMemory,
+    disk_space,
+    host_memory,
+    huge_pages,
+    local_ranks,
+    memory_stall_percent,
+    mount_of,
+    mounts,
+)
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1000000 kB\nMemAvailable:   32768000 kB\n"
@@ -181,3 +190,27 @@ def test_free_disk_is_what_an_unprivileged_process_may_fill(tmp_path: Path) -> N
 )
 def test_local_ranks_believes_the_launcher_and_ignores_nonsense(environment: dict[str, str], ranks: int) -> None:
     assert local_ranks(environment) == ranks
+
+
+def test_nearest_mount_above_a_folder_is_the_last_one_there(tmp_path: Path) -> None:
+    lines = [
+        "1 0 8:1 / / rw - ext4 /dev/root rw\n",
+        "2 1 8:2 / /data rw - xfs /dev/below rw\n",
+        "3 2 8:3 / /data rw - ext4 /dev/my\\040disk rw\n",
+        "4 2 8:4 / /data/deeper rw - nfs host:/x rw\n",
+    ]
+    root = record(tmp_path, {"proc/self/mountinfo": "".join(lines)})
+    found = {folder: mount_of(Path(folder), root) for folder in ("/data/a", "/data2", "/data/deeper/b")}
+    assert [mount.source for mount in found.values()] == ["/dev/my disk", "/dev/root", "host:/x"]
+    assert [mount.filesystem for mount in found.values()] == ["ext4", "ext4", "nfs"]
+    assert mount_of(Path("/data"), tmp_path / "none").filesystem == ""
+
+
+def test_what_the_kernel_says_of_pages_and_stalls(tmp_path: Path) -> None:
+    files: dict[str, str | int] = {
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+        "proc/pressure/memory": "some avg10=1.25 avg60=0.00 avg300=0.00 total=1\nfull avg10=9.00 avg60=0.00\n",
+    }
+    root = record(tmp_path, files)
+    assert (huge_pages(root), memory_stall_percent(root)) == ("madvise", 1.25)
+    assert (huge_pages(tmp_path / "none"), memory_stall_percent(tmp_path / "none")) == ("unknown", None)

@@ -5,14 +5,11 @@ Whatever happens, the optimizer is closed, and with it the swap files are gone. 
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -21,7 +18,7 @@ from torch import Tensor
 from tierstore.demo.interrupt import Interrupt
 from tierstore.demo.meter import Meter
 from tierstore.demo.model import ByteTransformer, Size, make_model
-from tierstore.demo.options import DIFFERENT, DONE, INTERRUPTED, STDOUT, DemoError, Options
+from tierstore.demo.options import DIFFERENT, DONE, INTERRUPTED, DemoError, Options
 from tierstore.demo.policy import choose_policy
 from tierstore.demo.result import Result, Verdict
 from tierstore.demo.summary import print_header, print_summary
@@ -30,6 +27,7 @@ from tierstore.demo.training import Course, heldout_losses, repeatable, train
 from tierstore.demo.view import View, open_view
 from tierstore.device import present_accelerator
 from tierstore.optimizer import TieredAdamW
+from tierstore.output import STDOUT, check_target, write_json
 
 _STATE_BYTES = 8
 """Of a float32 parameter: two float32 moments."""
@@ -39,13 +37,12 @@ def run(options: Options) -> int:
     """Run it, print what it shows, and return the exit status. Raises TierstoreError for what cannot be carried out."""
     tables = sys.stderr if options.json == STDOUT else sys.stdout
     console = Console(file=tables, markup=False, emoji=False, highlight=False)
-    _check_target(options.json)
+    check_target(options.json)
     with Interrupt() as interrupt, _notes_on(console):
         text = read_text(options.text, context=options.context)
         result = _Job(options, text, _device(options.device), console, interrupt).run()
         print_summary(console, result)
-        if options.json is not None:
-            _write(options.json, json.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n")
+        write_json(options.json, result.to_dict())
     if result.is_interrupted:
         return INTERRUPTED
     return DONE if result.verdict is None or result.verdict.is_equal else DIFFERENT
@@ -182,28 +179,6 @@ def _device(wanted: str) -> torch.device:
         here = "no accelerator" if present is None else str(present)
         raise DemoError(f"--device {wanted}: this machine has {here}; try --device cpu")
     return device
-
-
-def _check_target(target: str | None) -> None:
-    """Find out before training whether the JSON file can be written."""
-    if target is None or target == STDOUT:
-        return
-    path = Path(target)
-    if path.is_dir():
-        raise DemoError(f"--json {target}: is a folder; name a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise DemoError(f"--json {target}: cannot be written; name a file in a folder that exists and is yours")
-
-
-def _write(target: str, content: str) -> None:
-    if target == STDOUT:
-        sys.stdout.write(content)
-        sys.stdout.flush()
-        return
-    try:
-        Path(target).write_text(content)
-    except OSError as error:
-        raise DemoError(f"--json {target}: cannot be written ({error.strerror})") from error
 
 
 @contextmanager

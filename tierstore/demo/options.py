@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tierstore.errors import TierstoreError
 
-STDOUT = "-"
 DONE, DIFFERENT, FAILED, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses: all is well; `verify` found a bit that differs; something cannot be carried out; Ctrl-C."""
 HEAD_WIDTH = 32
@@ -33,7 +32,7 @@ class Options:
     tiers: tuple[str, ...] | None = None
     swap: tuple[Path, ...] = ()
     plain: bool = False
-    json: str | None = None  # a file, or STDOUT
+    json: str | None = None  # a file, or output.STDOUT
     width: int = 256
     layers: int = 6
     context: int = 128  # bytes the model sees at once

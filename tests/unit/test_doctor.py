@@ -1,0 +1,268 @@
+"""What the doctor looks at, what it makes of it, and how a script hears of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore import calibrate
+from tierstore.cli import main
+from tierstore.doctor.finding import Finding, Level
+from tierstore.doctor.machine import (
+    aio_finding,
+    cores_finding,
+    huge_pages_finding,
+    machine_findings,
+    memory_finding,
+    stall_finding,
+    waiting_finding,
+)
+from tierstore.doctor.swap import swap_findings
+from tierstore.errors import TransferError
+from tierstore.policy import NvmeTier, TierPolicy
+from tierstore.pressure import HostMemory
+from tierstore.swapfile import FolderKind
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own; time enough on whatever else this machine does, and few bytes."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(calibrate, "MOST_SECONDS", 60.0)
+    monkeypatch.setattr(calibrate, "MOST_BYTES", 32 * MIB)
+    monkeypatch.setattr(calibrate, "BUFFER_BYTES", 8 * MIB)
+    return home
+
+
+def run(*arguments: str | Path) -> int:
+    """Run the command in this process and return its exit status."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor", *map(str, arguments)])
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The JSON on stdout, which is all there is."""
+    answer = json.loads(capsys.readouterr().out)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def levels(answer: dict[str, Any], name: str | Path) -> list[str]:
+    return [finding["level"] for finding in answer["findings"] if finding["name"] == str(name)]
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def test_sound_machine_is_well_in_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert run("--path", tmp_path, "--json") == 0
+    answer = report(capsys)
+    assert answer["ok"] is True
+    names = {finding["name"] for finding in answer["findings"]}
+    assert names >= {"torch", "accelerator", "memory", "huge pages", "memlock", "cores", "OMP_WAIT_POLICY", "engine"}
+    assert names >= {"calibration", str(tmp_path)}
+    assert len(levels(answer, tmp_path)) == 4 and "fail" not in levels(answer, tmp_path)
+    assert all(finding["advice"] for finding in answer["findings"] if finding["level"] != "ok")
+    assert answer["calibration"]["paths"] == {} and os.listdir(tmp_path) == os.listdir(home) == []
+
+
+def test_what_is_printed_fits_80_columns_and_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--path", tmp_path / "missing") == 1
+    out, err = capsys.readouterr()
+    assert not err and "\x1b" not in out and max(map(len, out.splitlines())) <= 80
+    assert "fail" in out and "-> " in out and "1 fail" in out.splitlines()[-1]
+
+
+def test_calibration_is_shown_kept_and_dated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--path", tmp_path, "--calibrate", "--json") == 0
+    out, err = capsys.readouterr()
+    measured = json.loads(out)["calibration"]
+    assert len(measured["paths"]) == 1 and measured["machine"]["elements_per_second"] > 0
+    choices = measured["choices"]
+    assert set(choices) >= {f"tiers.nvme.io.{key}" for key in ("request_size", "queue_depth", "threads")}
+    assert all(choice["why"] and choice["value"] > 0 for choice in choices.values())
+    for word in ("request", "reads", "writes", "both at once", "where a policy says auto", "chunk_size", "million"):
+        assert word in err
+    assert run("--path", tmp_path, "--json") == 0
+    again = report(capsys)
+    assert again["calibration"] == measured
+    (kept,) = [finding for finding in again["findings"] if finding["name"] == "calibration"]
+    assert measured["measured_at"] in kept["text"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_json_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "report.json"
+    assert run("--path", tmp_path, "--json", target) == 0
+    assert json.loads(target.read_text())["ok"] is True
+    assert "ok" in capsys.readouterr().out
+
+
+def test_policys_folders_and_values_are_those_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"tiers: {{nvme: {{paths: [{tmp_path}], io: {{queue_depth: 7}}}}}}")
+    assert run("--policy", policy, "--calibrate", "--json") == 0
+    answer = report(capsys)
+    assert levels(answer, tmp_path)
+    choice = answer["calibration"]["choices"]["tiers.nvme.io.queue_depth"]
+    assert choice == {"value": 7, "why": "as the policy says"}
+
+
+def test_policy_without_files_has_no_folders_to_examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("tiers: {cpu: {}}")
+    assert run("--policy", policy, "--json") == 0
+    assert not {"engine", "OMP_WAIT_POLICY", "calibration"} & {f["name"] for f in report(capsys)["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments", "words"),
+    [
+        ("tiers: {cpu: {}}", ["--path", "."], "nothing is swapped"),
+        ("tiers: {disk: {}}", [], "unknown key"),
+        (None, ["--json", "{}"], "is a folder"),
+        (None, ["--json", "{}/none/report.json"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_one_message(
+    policy: str | None, arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.format(tmp_path) for argument in arguments]
+    if policy is not None:
+        (tmp_path / "policy.yaml").write_text(policy)
+        given += ["--policy", str(tmp_path / "policy.yaml")]
+    assert run(*given) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tiers", "name"),
+    [
+        ("{gpu: {required: true, device: 'xpu:7'}, cpu: {}}", "accelerator"),
+        ("{nvme: {paths: [/nowhere/at/all]}}", "/nowhere/at/all"),
+    ],
+)
+def test_what_the_policy_asks_for_in_vain_fails(
+    tiers: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstore.doctor.machine.present_accelerator", lambda: None)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"tiers: {tiers}")
+    assert run("--policy", policy, "--json") == 1
+    answer = report(capsys)
+    assert answer["ok"] is False and levels(answer, name) == ["fail"]
+
+
+def test_machine_without_a_disk_for_swap_files_fails_only_who_asks_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The temporary folder is memory on many machines with nothing special."""
+    monkeypatch.delenv("TIERSTORE_SWAP", raising=False)
+    monkeypatch.setattr("tierstore.swapfile.describe_folder", lambda folder: FolderKind.MEMORY)
+    assert run("--calibrate", "--json") == 0
+    assert levels(report(capsys), "swap") == ["warn"]
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("tiers: {nvme: {}}")
+    assert run("--policy", policy, "--json") == 1
+    assert levels(report(capsys), "swap") == ["fail"]
+
+
+# -- folders ----------------------------------------------------------------------------------------------------
+
+
+def folder_levels(folder: Path, **io: Any) -> list[Level]:
+    return [finding.level for finding in swap_findings(folder, NvmeTier(io=io))]
+
+
+@pytest.mark.parametrize("kind", [FolderKind.MEMORY, FolderKind.NETWORK])
+def test_folder_that_is_no_disk_is_warned_of(kind: FolderKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.doctor.swap.describe_folder", lambda folder: kind)
+    assert folder_levels(tmp_path)[0] is Level.WARN
+
+
+def test_folder_without_direct_io_is_warned_of_and_fails_if_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("tierstore.swapfile._probe", refuse)
+    assert folder_levels(tmp_path)[2] is Level.WARN
+    assert folder_levels(tmp_path, direct=True)[2] is Level.FAIL
+
+
+def test_folder_that_hangs_does_not_hang_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(seconds: float, work: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr("tierstore.doctor.swap.within", give_up)
+    (finding,) = swap_findings(tmp_path, NvmeTier())
+    assert finding.level is Level.FAIL and "did not answer" in finding.text
+
+
+def test_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TransferError(5, "Input/output error", str(tmp_path))
+
+    monkeypatch.setattr("tierstore.doctor.swap.disk_space", fail)
+    (finding,) = swap_findings(tmp_path, NvmeTier())
+    assert finding.level is Level.FAIL and "Input/output error" in finding.text
+
+
+# -- the machine, by tables -------------------------------------------------------------------------------------
+
+
+def memory(available: int, limit: int | None = None) -> HostMemory:
+    return HostMemory(64 * GIB, available, limit, "machine")
+
+
+@pytest.mark.parametrize(
+    ("finding", "level"),
+    [
+        (memory_finding(memory(32 * GIB)), Level.OK),
+        (memory_finding(memory(6 * GIB)), Level.WARN),
+        (memory_finding(memory(6 * GIB, limit=8 * GIB)), Level.OK),
+        (stall_finding(0.5), Level.OK),
+        (stall_finding(30.0), Level.WARN),
+        (huge_pages_finding("always"), Level.OK),
+        (huge_pages_finding("madvise"), Level.OK),
+        (huge_pages_finding("never"), Level.WARN),
+        (huge_pages_finding("unknown"), Level.WARN),
+        (cores_finding(8, 16, 8), Level.OK),
+        (cores_finding(2, 16, 16), Level.WARN),
+        (cores_finding(1, 1, 1), Level.WARN),
+        (waiting_finding({}), Level.WARN),
+        (waiting_finding({"OMP_WAIT_POLICY": "active"}), Level.WARN),
+        (waiting_finding({"OMP_WAIT_POLICY": "passive"}), Level.OK),
+        (aio_finding(0, 65536), Level.OK),
+        (aio_finding(65000, 65536), Level.WARN),
+    ],
+)
+def test_levels(finding: Finding, level: Level) -> None:
+    assert finding.level is level
+    assert bool(finding.advice) == (level is not Level.OK)
+
+
+def test_machine_that_tells_nothing_of_itself_is_examined_too(tmp_path: Path) -> None:
+    """No /proc, no /sys: as on another system, or in a sandbox."""
+    findings = {finding.name: finding for finding in machine_findings(TierPolicy.load(None), tmp_path)}
+    assert findings["huge pages"].text.startswith("unknown") and findings["memory"].level is not Level.FAIL
+    assert not {"pressure", "aio-max-nr"} & findings.keys()
+
+
+def test_pressure_of_a_container_is_read(tmp_path: Path) -> None:
+    (tmp_path / "proc/pressure").mkdir(parents=True)
+    (tmp_path / "proc/pressure/memory").write_text("some avg10=12.50 avg60=0.10 avg300=0.00 total=7\nfull avg10=0.00")
+    findings = {finding.name: finding for finding in machine_findings(TierPolicy.load(None), tmp_path)}
+    assert findings["pressure"].level is Level.WARN and "12.5 %" in findings["pressure"].text

@@ -1,0 +1,1 @@
+"""What `tierstore doctor` looks at, what it says, and when it is not content."""

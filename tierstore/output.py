@@ -1,0 +1,43 @@
+"""Where a command's JSON goes: a file, or stdout. Looked at before the work, written after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import TierstoreError
+
+STDOUT = "-"
+
+
+class OutputError(TierstoreError, ValueError):
+    """The file named by --json cannot be written."""
+
+
+def check_target(target: str | None) -> None:
+    """Find out, before anything takes long, whether a file can be written. Raises OutputError."""
+    if target is None or target == STDOUT:
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise OutputError(f"--json {target}: is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OutputError(f"--json {target}: cannot be written; name a file in a folder that exists and is yours")
+
+
+def write_json(target: str | None, content: dict[str, Any]) -> None:
+    """Write to a file or to stdout; to nowhere where `target` is None. Raises OutputError."""
+    if target is None:
+        return
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    if target == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        Path(target).write_text(text)
+    except OSError as error:
+        raise OutputError(f"--json {target}: cannot be written ({error.strerror})") from error
