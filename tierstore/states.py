@@ -17,11 +17,11 @@ from tierstore.guard import in_plain_torch
 from tierstore.handed import Handed, shaped
 from tierstore.layout import as_real
 from tierstore.members import Member, sharded_like, survey
+from tierstore.records import MASTER
 from tierstore.results import Results
 from tierstore.rules import Rule, step_count
 
 STEP = "step"
-MASTER = "master"
 
 
 def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:

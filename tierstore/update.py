@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from tierstore.binding import Binding
-from tierstore.kernels import Manner, Scratch, begin, update
+from tierstore.kernels import Manner, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
 from tierstore.rules import Pieces, step_count
+from tierstore.scratch import Scratch
 
 
 class Participant(NamedTuple):
@@ -151,9 +152,10 @@ class StepWork:
         """The spans of a chunk with these numbers."""
         runs = [self._run_of(chunk.spans[number]) for number in numbers]
         moments = {name: [parts[number] for number in numbers] for name, parts in fields.items()}
-        masters = moments.pop("master", [])
+        masters, remainders, ties = (moments.pop(name, []) for name in ("master", "remainder", "tie"))
         steps = [self.steps[chunk.spans[number].parameter] for number in numbers]
-        return Pieces([values for values, _ in runs], [gradient for _, gradient in runs], moments, masters, steps)
+        parameters, gradients = [values for values, _ in runs], [gradient for _, gradient in runs]
+        return Pieces(parameters, gradients, moments, masters, steps, remainders=remainders, ties=ties)
 
     def batches_of(self, chunk: Chunk) -> dict[_Alike, list[int]]:
         """The numbers of the spans that can be updated together; a span is in as many as its parameter occurs."""

@@ -1,0 +1,89 @@
+"""What a parameter's state consists of: the fields that others see, and those in the record that they are made of.
+
+They differ in one: a split `master` is float32 to everybody, and in the record a remainder and a tie bit (see
+`masters`), of which the parameter itself is the high half. Reads and writes one field of one span at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import StateDictError
+from tierstore.layout import Chunk, ChunkClass, Field, Span, in_storage_order_of
+from tierstore.masters import REMAINDER, TIE, read_master, write_master
+from tierstore.members import Member, local_of
+from tierstore.policy import StateSettings
+from tierstore.scratch import Scratch
+
+MASTER = "master"
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def may_be_split(member: Member) -> bool:
+    """Whether the parameter can be the high half of its master."""
+    return member.form.dtype == torch.bfloat16
+
+
+def state_fields(member: Member, settings: StateSettings) -> tuple[Field, ...]:
+    """The fields of a parameter's state as others see them.
+
+    Moments in its real dtype, or float32 if that is too low and the policy does not ask for it; then a master too.
+    """
+    dtype = member.form.dtype
+    is_low = dtype in LOW_PRECISION
+    moments = torch.float32 if is_low and settings.moments == "float32" else dtype
+    has_master = is_low and settings.master != "none"
+    master = (Field(MASTER, torch.float32),) if has_master else ()
+    return (*master, *(Field(name, moments) for name in member.moments))
+
+
+def record_fields(fields: tuple[Field, ...], *, is_split: bool) -> tuple[Field, ...]:
+    """The fields of the record that hold these."""
+    if not is_split:
+        return fields
+    return (*(field for field in fields if field.name != MASTER), REMAINDER, TIE)
+
+
+def is_split(cls: ChunkClass) -> bool:
+    """Whether the records of a class hold split masters."""
+    return REMAINDER in cls.fields
+
+
+def precision_of(cls: ChunkClass) -> torch.dtype:
+    """The dtype in which parameters of a class are updated."""
+    return torch.float32 if is_split(cls) else cls.fields[0].dtype
+
+
+def high_half(member: Member) -> Tensor:
+    """The parameter as it is now, 1-D in the storage order that it had at binding.
+
+    Raises StateDictError if it has lost its shape or its values.
+    """
+    local = local_of(member.parameter)
+    if local.shape != member.form.shape or local.is_meta:
+        raise StateDictError(
+            f"{member.name} had shape {tuple(member.form.shape)} and has {tuple(local.shape)} on {local.device}: its "
+            f"master, of which it is the high half, cannot be read any more"
+        )
+    return in_storage_order_of(member.form, local)
+
+
+def read_field(
+    chunk: Chunk, span: Span, name: str, record: Tensor, high: Tensor | None, into: Tensor, scratch: Scratch
+) -> None:
+    """Copy one span's part of a field that others see into a 1-D tensor. `high`: the parameter, for a split master."""
+    if high is None:
+        into.copy_(chunk.part(record, name, span))
+        return
+    remainder, tie = (chunk.part(record, field.name, span) for field in (REMAINDER, TIE))
+    read_master(high.narrow(0, span.start, span.length), remainder, tie, into, scratch)
+
+
+def write_field(chunk: Chunk, span: Span, name: str, record: Tensor, values: Tensor, scratch: Scratch) -> None:
+    """Set one span's part of a field that others see, from as many values or one."""
+    if name != MASTER or not is_split(chunk.cls):
+        chunk.part(record, name, span).copy_(values)
+        return
+    remainder, tie = (chunk.part(record, field.name, span) for field in (REMAINDER, TIE))
+    write_master(values.expand(span.length), remainder, tie, scratch)
