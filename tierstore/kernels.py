@@ -28,6 +28,9 @@ PASS_ELEMENTS = 8 * 1024 * 1024
 MIRROR_ELEMENTS = 1024 * 1024
 """Elements brought to the host at once when a parameter lies on an accelerator and is computed on the CPU."""
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Given to a formula in tiles even so: it may have to cast them up."""
+
 Formula = Callable[[Pieces], None]
 """What is done to plain pieces: a rule's update, or one pass of it, with the group's options."""
 
@@ -48,7 +51,7 @@ class Manner:
 def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
     """Apply a formula to pieces that share its options, no two of them of the same elements, in their order."""
     _, device = pieces.precision
-    if pieces.is_plain and manner.as_whole:
+    if pieces.is_plain and manner.as_whole and pieces.parameters[0].dtype not in LOW_PRECISION:
         formula(pieces)
     elif pieces.parameters[0].device != device:
         for tile in pieces.tiles(MIRROR_ELEMENTS):

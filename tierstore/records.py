@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import StateDictError
+from tierstore.kernels import LOW_PRECISION
 from tierstore.layout import Chunk, ChunkClass, Field, Span, in_storage_order_of
 from tierstore.masters import REMAINDER, TIE, read_master, write_master
 from tierstore.members import Member, local_of
@@ -17,7 +18,6 @@ from tierstore.policy import StateSettings
 from tierstore.scratch import Scratch
 
 MASTER = "master"
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def may_be_split(member: Member) -> bool:
