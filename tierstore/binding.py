@@ -28,7 +28,6 @@ from tierstore.layout import (
     Layout,
     ParameterSpec,
     Span,
-    in_storage_order_of,
     make_layout,
 )
 from tierstore.members import NONE, Member, WithState, identity_of, local_of, needs_state, refuse_shared_memory, survey
@@ -36,6 +35,7 @@ from tierstore.placement import Room, tiers_that_hold
 from tierstore.policy import TierPolicy
 from tierstore.records import (
     MASTER,
+    Scatter,
     high_half,
     is_split,
     may_be_split,
@@ -43,7 +43,6 @@ from tierstore.records import (
     read_field,
     record_fields,
     state_fields,
-    write_field,
 )
 from tierstore.results import Results
 from tierstore.rules import Rule
@@ -202,7 +201,7 @@ class Binding:
         A field not given keeps its value. Chunks go through the tier that computes, as in a step.
         """
         chunks = {chunk.number: chunk for chunk in self._chunks_of(values)}
-        scatter = _Scatter(values, self.members, self._scratch)
+        scatter = Scatter(values, self.members, self._scratch)
 
         def use(number: int, record: Tensor, is_fresh: bool) -> None:
             chunk = chunks[number]
@@ -306,7 +305,7 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
 def _draw(
     members: Sequence[Member], groups: Sequence[Mapping[str, Any]], plant: Plant, split: Collection[int] = ()
 ) -> Blueprint:
-    """Cut the parameters into chunks; those at the positions in `split` have split masters."""
+    """Find each parameter's class, and cut; those at the positions in `split` have split masters."""
     policy, specs = plant.policy, []
     for position, member in enumerate(members):
         local = local_of(member.parameter)
@@ -316,6 +315,11 @@ def _draw(
         named = _named_tier(member, groups[member.group], policy, plant.names, compute) if fields else None
         cls = ChunkClass(local.dtype, str(local.device), fields, compute, named)
         specs.append(ParameterSpec(member.name, member.group, local.numel() if fields else 0, cls))
+    return _cut(plant, specs)
+
+
+def _cut(plant: Plant, specs: Sequence[ParameterSpec]) -> Blueprint:
+    """Cut parameters into chunks of the size that suits the plant."""
     state_bytes = sum(spec.cls.bytes_of(spec.elements) for spec in specs)
     largest_element = max((spec.cls.bytes_of(1) for spec in specs), default=0)
     chunk_bytes = plant.chunk_bytes(state_bytes, largest_element)
@@ -344,40 +348,6 @@ def _named_tier(
             f"take the `tier` key or the placement rule away, or set compute: device"
         )
     return tier
-
-
-class _Scatter:
-    """Values of whole parameters on their way into records. Reorders one parameter's at a time, if they need it."""
-
-    def __init__(self, values: Mapping[int, Mapping[str, Tensor]], members: Sequence[Member], scratch: Scratch) -> None:
-        self._values = values
-        self._scratch = scratch
-        self._members = members
-        self._flat: dict[int, dict[str, Tensor]] = {}
-        self._elements_left = {position: members[position].form.numel() for position in values}
-
-    def into(self, chunk: Chunk, record: Tensor) -> None:
-        """Write the parts that belong to a chunk into its record."""
-        for span in chunk.spans:
-            if span.parameter not in self._values:
-                continue
-            for name, flat in self._flat_of(span.parameter).items():
-                part = flat.narrow(0, span.start, span.length) if flat.dim() else flat
-                write_field(chunk, span, name, record, part, self._scratch)
-            self._elements_left[span.parameter] -= span.length
-            if not self._elements_left[span.parameter]:
-                del self._flat[span.parameter]
-
-    def _flat_of(self, position: int) -> dict[str, Tensor]:
-        if position not in self._flat:
-            self._flat[position] = {
-                name: self._in_order(position, value) for name, value in self._values[position].items()
-            }
-        return self._flat[position]
-
-    def _in_order(self, position: int, value: Tensor) -> Tensor:
-        local = local_of(value)
-        return local if local.dim() == 0 else in_storage_order_of(self._members[position].form, local)
 
 
 def _describe(chunk: Chunk, members: Sequence[Member]) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tierstore import masters
 from tierstore.errors import InvariantError
 from tierstore.layout import CUT_ELEMENTS
+from tierstore.masters import combine, keep
 from tierstore.rules import Pieces, Rule, step_count
 from tierstore.scratch import GRAIN_ELEMENTS, Scratch
 
@@ -68,7 +68,7 @@ def begin(pieces: Pieces) -> None:
     if pieces.masters:
         torch._foreach_copy_(pieces.masters, pieces.parameters)
     if pieces.remainders:
-        masters.begin(pieces.remainders)
+        torch._foreach_zero_(pieces.remainders)
 
 
 def _update_remote(tile: Pieces, formula: Formula, manner: Manner) -> None:
@@ -93,7 +93,7 @@ def _update_tile(tile: Pieces, formula: Formula, manner: Manner) -> None:
     if values is not tile.parameters:
         torch._foreach_copy_(tile.parameters, values)
     if tile.remainders:
-        masters.keep(values, tile.remainders, tile.ties, scratch)
+        keep(values, tile.remainders, tile.ties, scratch)
     if is_cast:
         for name, tensors in tile.moments.items():
             torch._foreach_copy_(tensors, moments[name])
@@ -102,7 +102,7 @@ def _update_tile(tile: Pieces, formula: Formula, manner: Manner) -> None:
 def _values_of(tile: Pieces, dtype: torch.dtype, manner: Manner) -> list[Tensor]:
     """What the formula changes: masters, or the parameters themselves, or with `master: none` their values cast up."""
     if tile.remainders:
-        return masters.combine(tile.parameters, tile.remainders, tile.ties, manner.scratch)
+        return combine(tile.parameters, tile.remainders, tile.ties, manner.scratch)
     if tile.masters:
         if manner.check_parameters:
             _adopt_changes(tile.parameters, tile.masters, manner.scratch)

@@ -65,11 +65,6 @@ def keep(masters: list[Tensor], remainders: list[Tensor], ties: list[Tensor], sc
         torch._foreach_copy_(ties, [_packed((one >> 16) & 1 == 0) for one in bits])
 
 
-def begin(remainders: list[Tensor]) -> None:
-    """Let masters be their parameters."""
-    torch._foreach_zero_(remainders)
-
-
 def read_master(parameter: Tensor, remainder: Tensor, tie: Tensor, into: Tensor, scratch: Scratch) -> None:
     """Write the float32 master of one span into a 1-D CPU tensor."""
     for start in range(0, into.numel(), GRAIN_ELEMENTS):

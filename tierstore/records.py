@@ -6,6 +6,8 @@ They differ in one: a split `master` is float32 to everybody, and in the record 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,41 @@ def read_field(
     read_master(high.narrow(0, span.start, span.length), remainder, tie, into, scratch)
 
 
-def write_field(chunk: Chunk, span: Span, name: str, record: Tensor, values: Tensor, scratch: Scratch) -> None:
+class Scatter:
+    """Values of whole parameters on their way into records. Reorders one parameter's at a time, if they need it."""
+
+    def __init__(self, values: Mapping[int, Mapping[str, Tensor]], members: Sequence[Member], scratch: Scratch) -> None:
+        self._values = values
+        self._scratch = scratch
+        self._members = members
+        self._flat: dict[int, dict[str, Tensor]] = {}
+        self._elements_left = {position: members[position].form.numel() for position in values}
+
+    def into(self, chunk: Chunk, record: Tensor) -> None:
+        """Write the parts that belong to a chunk into its record."""
+        for span in chunk.spans:
+            if span.parameter not in self._values:
+                continue
+            for name, flat in self._flat_of(span.parameter).items():
+                part = flat.narrow(0, span.start, span.length) if flat.dim() else flat
+                _write_field(chunk, span, name, record, part, self._scratch)
+            self._elements_left[span.parameter] -= span.length
+            if not self._elements_left[span.parameter]:
+                del self._flat[span.parameter]
+
+    def _flat_of(self, position: int) -> dict[str, Tensor]:
+        if position not in self._flat:
+            self._flat[position] = {
+                name: self._in_order(position, value) for name, value in self._values[position].items()
+            }
+        return self._flat[position]
+
+    def _in_order(self, position: int, value: Tensor) -> Tensor:
+        local = local_of(value)
+        return local if local.dim() == 0 else in_storage_order_of(self._members[position].form, local)
+
+
+def _write_field(chunk: Chunk, span: Span, name: str, record: Tensor, values: Tensor, scratch: Scratch) -> None:
     """Set one span's part of a field that others see, from as many values or one."""
     if name != MASTER or not is_split(chunk.cls):
         chunk.part(record, name, span).copy_(values)
