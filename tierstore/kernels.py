@@ -120,23 +120,24 @@ def _adopt_changes(parameters: list[Tensor], of_record: list[Tensor], scratch: S
     now = scratch.joined("now", parameters)
     master = scratch.joined("master", of_record)
     cast = scratch.get("cast", now.dtype, now.device, now.numel()).copy_(master)
-    if now.device.type == "cpu" and _are_same_bits(now, cast):
+    if now.device.type == "cpu" and not _is_other_than_cast(now, scratch):
         return
     cast.copy_(master)
     adopted = torch.where(cast.view(torch.int16) != now.view(torch.int16), now.to(master.dtype), master)
     torch._foreach_copy_(of_record, adopted.split_with_sizes([tensor.numel() for tensor in of_record]))
 
 
-def _are_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Compare two CPU tensors of 16-bit elements, four at once if they lie so that one can; uses up the other one.
+def _is_other_than_cast(now: Tensor, scratch: Scratch) -> bool:
+    """Compare 16-bit elements with the buffer `cast`, which is used up; four at once if they lie so that one can.
 
-    Bits that differ, and the largest byte of them: half the time of `torch.equal`.
+    The bits that differ, and the largest byte of them: half the time of `torch.equal`.
     """
-    four_at_once = all(tensor.numel() % 4 == tensor.storage_offset() % 4 == 0 for tensor in (one, other))
-    dtype = torch.int64 if four_at_once else torch.int16
-    changed = other.view(dtype)
-    torch.bitwise_xor(one.view(dtype), changed, out=changed)
-    return not changed.view(torch.uint8).max().item()
+    length = now.numel()
+    four_at_once = length % 4 == now.storage_offset() % 4 == 0
+    dtype, items = (torch.int64, length // 4) if four_at_once else (torch.int16, length)
+    cast = scratch.get("cast", dtype, now.device, items)
+    torch.bitwise_xor(now.view(dtype), cast, out=cast)
+    return bool(scratch.get("cast", torch.uint8, now.device, 2 * length).max())
 
 
 @lru_cache(maxsize=64)

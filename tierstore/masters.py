@@ -26,23 +26,23 @@ def combine(parameters: list[Tensor], remainders: list[Tensor], ties: list[Tenso
     The masters lie one after another in one buffer of `scratch`, and are valid until the next ones are made.
     """
     remainder = scratch.joined("remainder", remainders)
-    master = scratch.get("master", torch.float32, remainder.device, remainder.numel())
-    masters = list(master.split_with_sizes([tensor.numel() for tensor in parameters]))
-    torch._foreach_copy_(masters, parameters)
-    wide = scratch.get("wide", torch.int32, remainder.device, remainder.numel()).copy_(remainder)
-    master.view(torch.int32).add_(wide)
-    if remainder.device.type == "cpu":
+    device, length = remainder.device, remainder.numel()
+    masters = scratch.copies("master", torch.float32, device, parameters)
+    master, bits = (scratch.get("master", dtype, device, length) for dtype in (torch.float32, torch.int32))
+    wide = scratch.get("wide", torch.int32, device, length).copy_(remainder)
+    bits.add_(wide)
+    if device.type == "cpu":
         places = _half_ways(remainder)
         if places.size:
             byte, bit = _bits_of(places, remainders)
             tied = (scratch.joined("tie", ties).numpy()[byte] >> bit) & 1
-            master.view(torch.int32).numpy()[places] += tied.astype(np.int32) << 16
+            bits.numpy()[places] += tied.astype(np.int32) << 16
         if bool(master.sum().isnan()):
             _drop_false_nans(masters, parameters)
     else:
         is_tied = torch.cat([_unpacked(tie, tensor.numel()) for tie, tensor in zip(ties, remainders, strict=True)])
         wide.copy_((remainder == HALF_WAY) & is_tied)
-        master.view(torch.int32).add_(wide, alpha=1 << 16)
+        bits.add_(wide, alpha=1 << 16)
         _drop_false_nans(masters, parameters)
     return masters
 

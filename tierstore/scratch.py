@@ -8,22 +8,32 @@ from torch import Tensor
 from tierstore.layout import round_up
 
 GRAIN_ELEMENTS = 256 * 1024
-"""Buffers hold a multiple of this many elements."""
+"""Elements worked on at once on the CPU; buffers hold a multiple of them."""
+VIEWS_KEPT = 64
+"""Views of buffers that are kept to be used again: making one costs as much as an operation on a thousand elements."""
 
 
 class Scratch:
-    """Buffers for one tile at a time."""
+    """Buffers for one tile at a time. A purpose has one buffer on a device, whatever dtype it is viewed as."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, torch.device, int], Tensor] = {}
 
     def get(self, purpose: str, dtype: torch.dtype, device: torch.device, length: int) -> Tensor:
         """View the first `length` elements of the buffer for a purpose, whatever is in them."""
-        key = (purpose, dtype, device)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < length:
-            buffer = self._buffers[key] = torch.empty(round_up(length, GRAIN_ELEMENTS), dtype=dtype, device=device)
-        return buffer[:length]
+        view = self._views.get((purpose, dtype, device, length))
+        if view is None:
+            buffer, nbytes = self._buffers.get((purpose, device)), length * dtype.itemsize
+            if buffer is None or buffer.numel() < nbytes:
+                nbytes = round_up(length, GRAIN_ELEMENTS) * dtype.itemsize
+                buffer = self._buffers[purpose, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._views.clear()  # of the buffer before, and of no use to anybody else
+            if len(self._views) >= VIEWS_KEPT:
+                self._views.clear()
+            nbytes = length * dtype.itemsize
+            view = self._views[purpose, dtype, device, length] = buffer[:nbytes].view(dtype)
+        return view
 
     def pieces(self, purpose: str, dtype: torch.dtype, device: torch.device, like: list[Tensor]) -> list[Tensor]:
         """View parts of the buffer for a purpose that are as long as 1-D tensors, one after another."""
