@@ -108,11 +108,9 @@ def _values_of(tile: Pieces, dtype: torch.dtype, manner: Manner) -> list[Tensor]
             _adopt_changes(tile.parameters, tile.masters, manner.scratch)
         return tile.masters
     first = tile.parameters[0]
-    return (
-        tile.parameters
-        if first.dtype == dtype
-        else manner.scratch.copies("master", dtype, first.device, tile.parameters)
-    )
+    if first.dtype == dtype:
+        return tile.parameters
+    return manner.scratch.copies("master", dtype, first.device, tile.parameters)
 
 
 def _adopt_changes(parameters: list[Tensor], of_record: list[Tensor], scratch: Scratch) -> None:

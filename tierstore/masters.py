@@ -23,27 +23,21 @@ HALF_WAY = -0x8000
 def combine(parameters: list[Tensor], remainders: list[Tensor], ties: list[Tensor], scratch: Scratch) -> list[Tensor]:
     """Make float32 masters of 1-D bfloat16 tensors, int16 remainders and packed tie bits (uint8), all on one device.
 
-    The masters lie one after another in one buffer of `scratch`, and are valid until the next ones are made.
+    The masters lie in one buffer of `scratch`, and are valid until the next ones are made.
     """
-    remainder = scratch.joined("remainder", remainders)
-    device, length = remainder.device, remainder.numel()
-    masters = scratch.copies("master", torch.float32, device, parameters)
-    master, bits = (scratch.get("master", dtype, device, length) for dtype in (torch.float32, torch.int32))
-    wide = scratch.get("wide", torch.int32, device, length).copy_(remainder)
+    device = remainders[0].device
+    master, masters = scratch.padded("master", torch.float32, device, parameters)
+    bits, wide = (scratch.get(purpose, torch.int32, device, len(master)) for purpose in ("master", "wide"))
+    torch._foreach_copy_(masters, parameters)
+    remainder = _joined(remainders, scratch)
+    wide.copy_(remainder)
+    add_ties = _add_ties_where_they_are if device.type == "cpu" else _add_ties_everywhere
+    add_ties(wide, remainder, ties, scratch)
     bits.add_(wide)
-    if device.type == "cpu":
-        places = _half_ways(remainder)
-        if places.size:
-            byte, bit = _bits_of(places, remainders)
-            tied = (scratch.joined("tie", ties).numpy()[byte] >> bit) & 1
-            bits.numpy()[places] += tied.astype(np.int32) << 16
-        if bool(master.sum().isnan()):
-            _drop_false_nans(masters, parameters)
-    else:
-        is_tied = torch.cat([_unpacked(tie, tensor.numel()) for tie, tensor in zip(ties, remainders, strict=True)])
-        wide.copy_((remainder == HALF_WAY) & is_tied)
-        bits.add_(wide, alpha=1 << 16)
-        _drop_false_nans(masters, parameters)
+    if device.type != "cpu" or bool(master.sum().isnan()):
+        before = bits - wide
+        is_false = master.isnan() & ~before.view(torch.float32).isnan()  # the parameter was overwritten
+        torch.where(is_false, before, bits, out=bits)
     return masters
 
 
@@ -52,17 +46,9 @@ def keep(masters: list[Tensor], remainders: list[Tensor], ties: list[Tensor], sc
     bits = [master.view(torch.int32) for master in masters]
     torch._foreach_copy_(remainders, bits)  # the low 16 bits
     if remainders[0].device.type == "cpu":
-        places = _half_ways(scratch.joined("remainder", remainders))
-        if places.size:
-            byte, bit = _bits_of(places, remainders)
-            high = (scratch.joined("bits", bits).numpy()[places] >> 16).astype(np.uint8)
-            packed = scratch.joined("tie", ties)
-            packed.numpy()[byte] = 0
-            np.bitwise_or.at(packed.numpy(), byte, (~high & 1) << bit)
-            if len(ties) > 1:
-                torch._foreach_copy_(ties, list(packed.split_with_sizes([tie.numel() for tie in ties])))
+        _keep_ties_where_they_are(bits, remainders, ties, scratch)
     else:
-        torch._foreach_copy_(ties, [_packed((one >> 16) & 1 == 0) for one in bits])
+        _keep_ties_everywhere(bits, ties, scratch)
 
 
 def read_master(parameter: Tensor, remainder: Tensor, tie: Tensor, into: Tensor, scratch: Scratch) -> None:
@@ -82,36 +68,50 @@ def write_master(master: Tensor, remainder: Tensor, tie: Tensor, scratch: Scratc
         keep([values], [remainder[start:stop]], [tie[start // 8 : -(-stop // 8)]], scratch)
 
 
-def _half_ways(remainder: Tensor) -> np.ndarray:
-    """Where the remainders of a CPU tensor are half way: a few elements in a million, as a rule."""
-    return np.flatnonzero(remainder.numpy() == HALF_WAY)
+def _joined(tensors: list[Tensor], scratch: Scratch, purpose: str = "remainder") -> Tensor:
+    """Tensors in one, as `Scratch.padded` has it; a single one is returned as it is."""
+    if len(tensors) == 1:
+        return tensors[0]
+    whole, parts = scratch.padded(purpose, tensors[0].dtype, tensors[0].device, tensors)
+    torch._foreach_copy_(parts, tensors)
+    return whole
 
 
-def _bits_of(places: np.ndarray, remainders: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Byte and bit, in the joined tie bits, of elements of the joined remainders; each tensor's begin with a byte."""
-    if len(remainders) > 1:
-        lengths = np.array([tensor.numel() for tensor in remainders])
-        ends, bit_ends = np.cumsum(lengths), np.cumsum(-(-lengths // 8) * 8)
-        number = np.searchsorted(ends, places, side="right")
-        places = places - (ends - lengths)[number] + (bit_ends - -(-lengths // 8) * 8)[number]
-    return places >> 3, (places & 7).astype(np.uint8)
+# On the CPU by looking for the few that need a tie bit, one in 65,536 as a rule; on an accelerator, which would have to
+# wait for what is found, by working on all.
 
 
-def _drop_false_nans(masters: list[Tensor], parameters: list[Tensor]) -> None:
-    """Where a master is NaN and its parameter is not, let the master be the parameter: it was overwritten."""
-    for master, parameter in zip(masters, parameters, strict=True):
-        is_false = master.isnan() & ~parameter.isnan()
-        torch.where(is_false, parameter.to(torch.float32), master, out=master)
+def _add_ties_where_they_are(wide: Tensor, remainder: Tensor, ties: list[Tensor], scratch: Scratch) -> None:
+    places = np.flatnonzero(remainder.numpy() == HALF_WAY)
+    if places.size:
+        is_tied = (scratch.joined("tie", ties).numpy()[places >> 3] >> (places & 7).astype(np.uint8)) & 1
+        wide.numpy()[places] += is_tied.astype(np.int32) << 16
 
 
-def _unpacked(tie: Tensor, length: int) -> Tensor:
-    """Tie bits as bools, least significant bit of each byte first."""
+def _keep_ties_where_they_are(
+    bits: list[Tensor], remainders: list[Tensor], ties: list[Tensor], scratch: Scratch
+) -> None:
+    places = np.flatnonzero(_joined(remainders, scratch).numpy() == HALF_WAY)
+    if places.size:
+        high = (_joined(bits, scratch, "bits").numpy()[places] >> 16).astype(np.uint8)
+        tie = scratch.joined("tie", ties)
+        byte = places >> 3
+        tie.numpy()[byte] = 0
+        np.bitwise_or.at(tie.numpy(), byte, (~high & 1) << (places & 7).astype(np.uint8))
+        if len(ties) > 1:
+            torch._foreach_copy_(ties, list(tie.split_with_sizes([one.numel() for one in ties])))
+
+
+def _add_ties_everywhere(wide: Tensor, remainder: Tensor, ties: list[Tensor], scratch: Scratch) -> None:
+    tie = scratch.joined("tie", ties)
     shifts = torch.arange(8, dtype=torch.uint8, device=tie.device)
-    return ((tie.unsqueeze(1) >> shifts) & 1).view(-1)[:length].bool()
+    is_tied = ((tie.unsqueeze(1) >> shifts) & 1).view(-1)[: len(wide)]
+    wide.add_((is_tied * (remainder == HALF_WAY)).to(torch.int32), alpha=1 << 16)
 
 
-def _packed(is_tied: Tensor) -> Tensor:
-    """Bools as tie bits."""
-    padded = torch.nn.functional.pad(is_tied, (0, -is_tied.numel() % 8)).view(-1, 8)
-    shifts = torch.arange(8, dtype=torch.uint8, device=is_tied.device)
-    return (padded.to(torch.uint8) << shifts).sum(1).to(torch.uint8)
+def _keep_ties_everywhere(bits: list[Tensor], ties: list[Tensor], scratch: Scratch) -> None:
+    is_down = (_joined(bits, scratch, "bits") >> 16) & 1 == 0
+    shifts = torch.arange(8, dtype=torch.uint8, device=is_down.device)
+    eights = torch.nn.functional.pad(is_down, (0, -len(is_down) % 8)).view(-1, 8).to(torch.uint8)
+    packed = (eights << shifts).sum(1, dtype=torch.uint8)
+    torch._foreach_copy_(ties, list(packed.split_with_sizes([tie.numel() for tie in ties])))

@@ -42,6 +42,25 @@ class Scratch:
             return [self.get(purpose, dtype, device, lengths[0])]
         return list(self.get(purpose, dtype, device, sum(lengths)).split_with_sizes(lengths))
 
+    def padded(
+        self, purpose: str, dtype: torch.dtype, device: torch.device, like: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The buffer for a purpose, and parts of it as long as 1-D tensors that begin at multiples of 8 elements.
+
+        What is between them is 0.
+        """
+        lengths = [tensor.numel() for tensor in like]
+        if len(lengths) == 1:
+            whole = self.get(purpose, dtype, device, lengths[0])
+            return whole, [whole]
+        gaps = [-length % 8 for length in lengths]
+        whole = self.get(purpose, dtype, device, sum(lengths) + sum(gaps))
+        if any(gaps):
+            whole.zero_()
+        return whole, list(
+            whole.split_with_sizes([size for pair in zip(lengths, gaps, strict=True) for size in pair])[::2]
+        )
+
     def copies(self, purpose: str, dtype: torch.dtype, device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
         """Copy 1-D tensors."""
         copies = self.pieces(purpose, dtype, device, tensors)

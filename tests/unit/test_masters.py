@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tierstore.masters import _packed, _unpacked, combine, keep, read_master, write_master
+from tierstore import masters as of_module
+from tierstore.masters import combine, keep, read_master, write_master
 from tierstore.scratch import Scratch
 
 HALF_WAY = -0x8000
@@ -64,13 +66,18 @@ def test_only_values_half_way_need_a_tie_bit() -> None:
     """Whatever is in the bits of the others: fresh records have none, and old ones those of values long gone."""
     kept = Kept([sampled_patterns()])
     (before,) = (combined.clone() for combined in kept.combined())
-    is_half_way = kept.remainders[0] == HALF_WAY
-    kept.ties[0].bitwise_xor_(_packed(~is_half_way))
+    is_half_way = packed(kept.remainders[0] == HALF_WAY)
+    kept.ties[0].bitwise_xor_(~is_half_way)
     (after,) = kept.combined()
     assert torch.equal(before.view(torch.int32), after.view(torch.int32))
-    kept.ties[0].bitwise_xor_(_packed(is_half_way))
+    kept.ties[0].bitwise_xor_(is_half_way)
     (wrong,) = kept.combined()
     assert not torch.equal(before.view(torch.int32), wrong.view(torch.int32))
+
+
+def packed(flags: Tensor) -> Tensor:
+    """Bools as bits, the first in the lowest."""
+    return torch.from_numpy(np.packbits(flags.cpu().numpy(), bitorder="little"))
 
 
 @pytest.mark.parametrize("remainder", [-0x8000, -1, 1, 0x7FFF])
@@ -85,12 +92,21 @@ def test_no_nan_arises_from_an_overwritten_parameter(remainder: int) -> None:
     assert torch.all((master - every.float()).abs()[is_number & every.isfinite()] <= unit[is_number & every.isfinite()])
 
 
-def test_bits_packed_on_an_accelerator_are_those_of_the_cpu() -> None:
-    masters = from_bits((torch.arange(3000, dtype=torch.int32) << 16) | 0x8000)  # all half way
-    kept = Kept([masters])
-    is_down = (masters.view(torch.int32) >> 16) & 1 == 0
-    assert torch.equal(_packed(is_down), kept.ties[0])
-    assert torch.equal(_unpacked(kept.ties[0], 2999), is_down[:2999])
+@pytest.mark.parametrize("lengths", [[6000], [1, 7, 8, 9, 1024, 4951], [5999, 1]])
+def test_what_accelerators_do_to_all_ties_is_what_the_cpu_does_to_those_that_count(lengths: list[int]) -> None:
+    bits = sampled_patterns().view(torch.int32)[:6000].clone()
+    bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000
+    kept = Kept(list(bits.view(torch.float32).split_with_sizes(lengths)))
+    ties = [torch.zeros_like(tie) for tie in kept.ties]
+    of_module._keep_ties_everywhere(list(bits.split_with_sizes(lengths)), ties, Scratch())
+    for one, other, remainder in zip(ties, kept.ties, kept.remainders, strict=True):
+        is_half_way = packed(remainder == HALF_WAY)
+        assert torch.equal(one & is_half_way, other & is_half_way)
+        found, wanted = (torch.zeros(len(remainder), dtype=torch.int32) for _ in range(2))
+        of_module._add_ties_everywhere(found, remainder, [one], Scratch())
+        of_module._add_ties_where_they_are(wanted, remainder, [other], Scratch())
+        assert torch.equal(found, wanted)
+    assert sum(int(tie.sum()) for tie in ties) > 0
 
 
 def test_a_master_longer_than_a_tile_is_read_and_written_tile_by_tile() -> None:
@@ -110,6 +126,6 @@ def test_an_accelerator_combines_and_keeps_as_the_cpu_does() -> None:
     assert_come_back(list(on_device.split_with_sizes([1, 7, 65536, 65536 * 5 - 8])))
     numbers = on_device[~on_device.isnan()]
     there, here = Kept([numbers]), Kept([numbers.cpu()])
-    is_half_way = _packed(here.remainders[0] == HALF_WAY)
+    is_half_way = packed(here.remainders[0] == HALF_WAY)
     assert torch.equal(there.remainders[0].cpu(), here.remainders[0])
     assert torch.equal(there.ties[0].cpu() & is_half_way, here.ties[0] & is_half_way)
