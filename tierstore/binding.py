@@ -36,6 +36,7 @@ from tierstore.policy import TierPolicy
 from tierstore.records import (
     MASTER,
     Scatter,
+    has_high_half,
     high_half,
     is_split,
     may_be_split,
@@ -146,6 +147,10 @@ class Binding:
         """The parameters that have state, and the fields of the rule that they have."""
         return {self.members[position].parameter: self.members[position].moments for position in sorted(self.steps)}
 
+    def has_lost_master(self, position: int) -> bool:
+        """Whether the parameter was the high half of its master and no longer has the values for it."""
+        return self._has_split_master(position) and not has_high_half(self.members[position])
+
     def fields_of(self, position: int) -> tuple[Field, ...]:
         """The fields of a parameter's state as others see them."""
         return self._fields[position]
@@ -162,7 +167,7 @@ class Binding:
         halves = {
             position: high_half(self.members[position])
             for position, names in wanted.items()
-            if self._splits(position, names)
+            if MASTER in names and self._has_split_master(position)
         }
         for chunk in self._chunks_of(wanted):
             record = self._read(chunk)
@@ -172,14 +177,13 @@ class Binding:
                     if record is None:
                         part.zero_()
                     else:
-                        high = halves[span.parameter] if name == MASTER and is_split(chunk.cls) else None
+                        high = halves.get(span.parameter) if name == MASTER else None
                         read_field(chunk, span, name, record, high, part, self._scratch)
         return {position: {name: flat[position, name] for name in names} for position, names in wanted.items()}
 
-    def _splits(self, position: int, names: Sequence[str]) -> bool:
-        """Whether there is a master among the names, and the parameter is its high half."""
+    def _has_split_master(self, position: int) -> bool:
         spans = self.layout.spans_of[position]
-        return MASTER in names and bool(spans) and is_split(spans[0][0].cls)
+        return bool(spans) and is_split(spans[0][0].cls)
 
     def _read(self, chunk: Chunk) -> Tensor | None:
         """The chunk's record, valid until the next read or run; None while the chunk is fresh."""

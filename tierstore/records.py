@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tierstore.errors import StateDictError
 from tierstore.kernels import LOW_PRECISION
 from tierstore.layout import Chunk, ChunkClass, Field, Span, in_storage_order_of
 from tierstore.masters import REMAINDER, TIE, read_master, write_master
@@ -57,18 +56,15 @@ def precision_of(cls: ChunkClass) -> torch.dtype:
     return torch.float32 if is_split(cls) else cls.fields[0].dtype
 
 
-def high_half(member: Member) -> Tensor:
-    """The parameter as it is now, 1-D in the storage order that it had at binding.
-
-    Raises StateDictError if it has lost its shape or its values.
-    """
+def has_high_half(member: Member) -> bool:
+    """Whether the parameter still has the shape that it had at binding, and values; else a split master is lost."""
     local = local_of(member.parameter)
-    if local.shape != member.form.shape or local.is_meta:
-        raise StateDictError(
-            f"{member.name} had shape {tuple(member.form.shape)} and has {tuple(local.shape)} on {local.device}: its "
-            f"master, of which it is the high half, cannot be read any more"
-        )
-    return in_storage_order_of(member.form, local)
+    return local.shape == member.form.shape and not local.is_meta
+
+
+def high_half(member: Member) -> Tensor:
+    """The parameter as it is now, 1-D in the storage order that it had at binding."""
+    return in_storage_order_of(member.form, local_of(member.parameter))
 
 
 def read_field(

@@ -185,6 +185,22 @@ def test_a_new_binding_may_make_masters_of_another_kind(tmp_path: Path) -> None:
         assert_same(optimizer, whole)
 
 
+def test_a_parameter_that_gives_up_its_values_takes_no_more_than_its_master_with_it(tmp_path: Path) -> None:
+    first, second = parameters(shapes=[(300, 1000)]), parameters(seed=1, shapes=[(300, 1000)])
+    with TieredAdamW([{"params": first}, {"params": second}], policy=in_files(tmp_path)) as optimizer:
+        train(optimizer, range(2))
+        exp_avg = optimizer.state[second[0]]["exp_avg"].clone()
+        del optimizer.param_groups[1]
+        weights, second[0].data = second[0].data, torch.empty(0, dtype=torch.bfloat16)
+        with pytest.warns(UserWarning, match="have left"):
+            train(optimizer, range(2, 3))
+        assert list(optimizer.state[second[0]]) == ["step", "exp_avg", "exp_avg_sq"]
+        second[0].data = weights
+        optimizer.add_param_group({"params": second})
+        assert same_bits(optimizer.state[second[0]]["exp_avg"], exp_avg)
+        assert same_bits(optimizer.state[second[0]]["master"], weights.float())
+
+
 # -- moments in the parameter's dtype ---------------------------------------------------------------------------
 
 OTHERS: list[tuple[Make, dict[str, Any]]] = [
