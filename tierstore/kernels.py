@@ -50,7 +50,7 @@ class Manner:
 
 def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
     """Apply a formula to pieces that share its options, no two of them of the same elements, in their order."""
-    _, device = pieces.precision
+    dtype, device = pieces.precision
     if pieces.is_plain and manner.as_whole and pieces.parameters[0].dtype not in LOW_PRECISION:
         formula(pieces)
     elif pieces.parameters[0].device != device:
@@ -58,7 +58,7 @@ def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
             _update_remote(tile, formula, manner)
     else:
         for tile in pieces.tiles(TILE_ELEMENTS if device.type == "cpu" else PASS_ELEMENTS):
-            _update_tile(tile, formula, manner)
+            _update_tile(tile, dtype, device, formula, manner)
 
 
 def begin(pieces: Pieces) -> None:
@@ -80,12 +80,11 @@ def _update_remote(tile: Pieces, formula: Formula, manner: Manner) -> None:
     torch._foreach_copy_(tile.parameters, parameters)
 
 
-def _update_tile(tile: Pieces, formula: Formula, manner: Manner) -> None:
+def _update_tile(tile: Pieces, dtype: torch.dtype, device: torch.device, formula: Formula, manner: Manner) -> None:
     """Update one tile in the precision of its state."""
-    (dtype, device), scratch = tile.precision, manner.scratch
-    gradients, moments = tile.gradients, tile.moments
+    scratch, gradients, moments = manner.scratch, tile.gradients, tile.moments
     values = _values_of(tile, dtype, manner)
-    if (gradients[0].dtype, gradients[0].device) != (dtype, device):
+    if gradients[0].dtype != dtype or gradients[0].device != device:
         gradients = scratch.copies("gradient", dtype, device, gradients)
     if is_cast := any(tensors[0].dtype != dtype for tensors in moments.values()):
         moments = {name: scratch.copies(name, dtype, device, tensors) for name, tensors in moments.items()}

@@ -35,13 +35,6 @@ class Scratch:
             view = self._views[purpose, dtype, device, length] = buffer[:nbytes].view(dtype)
         return view
 
-    def pieces(self, purpose: str, dtype: torch.dtype, device: torch.device, like: list[Tensor]) -> list[Tensor]:
-        """View parts of the buffer for a purpose that are as long as 1-D tensors, one after another."""
-        lengths = [tensor.numel() for tensor in like]
-        if len(lengths) == 1:
-            return [self.get(purpose, dtype, device, lengths[0])]
-        return list(self.get(purpose, dtype, device, sum(lengths)).split_with_sizes(lengths))
-
     def padded(
         self, purpose: str, dtype: torch.dtype, device: torch.device, like: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -63,7 +56,9 @@ class Scratch:
 
     def copies(self, purpose: str, dtype: torch.dtype, device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
         """Copy 1-D tensors."""
-        copies = self.pieces(purpose, dtype, device, tensors)
+        if len(tensors) == 1:
+            return [self.get(purpose, dtype, device, tensors[0].numel()).copy_(tensors[0])]
+        _, copies = self.padded(purpose, dtype, device, tensors)
         torch._foreach_copy_(copies, tensors)
         return copies
 
