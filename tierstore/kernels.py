@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tierstore.compiled import SinglePass
 from tierstore.errors import InvariantError
 from tierstore.layout import CUT_ELEMENTS
 from tierstore.masters import combine, keep
@@ -40,12 +41,14 @@ class Manner:
     """How pieces are updated, besides by their formula.
 
     `check_parameters`: where a low-precision parameter is not what its master casts to, it was changed by someone else,
-    and is what the step starts from. `as_whole`: plain pieces are given to the formula uncut.
+    and is what the step starts from. `as_whole`: plain pieces are given to the formula uncut. `single_pass`: what does
+    the same as the formula to some pieces, in one pass over memory.
     """
 
     scratch: Scratch
     check_parameters: bool
     as_whole: bool
+    single_pass: SinglePass | None = None
 
 
 def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
@@ -56,9 +59,14 @@ def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
     elif pieces.parameters[0].device != device:
         for tile in pieces.tiles(MIRROR_ELEMENTS):
             _update_remote(tile, formula, manner)
-    else:
-        for tile in pieces.tiles(TILE_ELEMENTS if device.type == "cpu" else PASS_ELEMENTS):
+    elif device.type != "cpu":
+        for tile in pieces.tiles(PASS_ELEMENTS):
             _update_tile(tile, dtype, device, formula, manner)
+    else:
+        check, single = manner.check_parameters, manner.single_pass
+        for left in [pieces] if single is None else single.update(pieces, check_parameters=check):
+            for tile in left.tiles(TILE_ELEMENTS):
+                _update_tile(tile, dtype, device, formula, manner)
 
 
 def begin(pieces: Pieces) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tierstore.binding import Binding
+from tierstore.compiled import SinglePass, single_pass
 from tierstore.kernels import Manner, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
@@ -142,11 +143,12 @@ class StepWork:
         """Give pieces of one group to the rule."""
         rule, options = self.binding.rule, self.options[group]
         formula = partial(rule.update, options=options, is_first=is_first, grad_scale=self.grad_scale)
-        update(pieces, formula, self.manner(as_whole=rule.is_one_pass(options)))
+        single = single_pass(options, pieces) if self.grad_scale is None else None
+        update(pieces, formula, self.manner(as_whole=rule.is_one_pass(options), single=single))
 
-    def manner(self, *, as_whole: bool) -> Manner:
+    def manner(self, *, as_whole: bool, single: SinglePass | None = None) -> Manner:
         """How all pieces of this step are updated."""
-        return Manner(self.scratch, self.binding.policy.check_parameters, as_whole)
+        return Manner(self.scratch, self.binding.policy.check_parameters, as_whole, single)
 
     def pieces_of(self, chunk: Chunk, fields: Fields, numbers: Sequence[int]) -> Pieces:
         """The spans of a chunk with these numbers."""

@@ -19,8 +19,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "do": ("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "tiers", "transfer"),
     "join": ("flights", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
-        *("rules", "scratch", "masters", "kernels", "results", "members", "records", "binding", "handed", "states"),
-        *("state_view", "state_dicts", "update", "normed", "held", "tiered", "optimizer"),
+        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "members", "records", "binding"),
+        *("handed", "states", "state_view", "state_dicts", "update", "normed", "held", "tiered", "optimizer"),
     ),
     "front": ("", "demo", "cli", "__main__"),
 }
