@@ -86,13 +86,19 @@ def test_nan_and_infinity_stay_what_they_are(master: str) -> None:
         assert not parameter.view(-1)[1:].isnan().any()
 
 
-@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"betas": (0.4, 0.9)}, {"foreach": True}])
+@needs_numba
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True}, {"maximize": True}, {"betas": (0.4, 0.9)}, {"foreach": True}]
+)
 def test_what_the_pass_does_not_compute_is_left_to_torch(options: dict[str, Any]) -> None:
     optimizer = TieredAdamW([nn.Parameter(torch.zeros(1))], **options)
     long = torch.zeros(1 << 16)
     moments = {name: [long] for name in ("exp_avg", "exp_avg_sq")}
     pieces = Pieces([long.bfloat16()], [long.bfloat16()], moments, [long], [torch.tensor(1.0)])
-    assert compiled.single_pass(optimizer.rule.options(optimizer.param_groups[0]), pieces) is None
+    found = compiled.single_pass(optimizer.rule.options(optimizer.param_groups[0]), pieces)
+    assert (found is None) == bool(options)
+    whole = pieces._replace(masters=[], parameters=[long], gradients=[long])
+    assert compiled.single_pass(optimizer.rule.options(optimizer.param_groups[0]), whole) is None
 
 
 def test_code_with_other_bits_is_not_used() -> None:
