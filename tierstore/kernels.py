@@ -54,7 +54,7 @@ class Manner:
 def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
     """Apply a formula to pieces that share its options, no two of them of the same elements, in their order."""
     dtype, device = pieces.precision
-    if pieces.is_plain and manner.as_whole and pieces.parameters[0].dtype not in LOW_PRECISION:
+    if pieces.is_plain and manner.as_whole and not (dtype in LOW_PRECISION and _are_flat(pieces)):
         formula(pieces)
     elif pieces.parameters[0].device != device:
         for tile in pieces.tiles(MIRROR_ELEMENTS):
@@ -67,6 +67,11 @@ def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
         for left in [pieces] if single is None else single.update(pieces, check_parameters=check):
             for tile in left.tiles(TILE_ELEMENTS):
                 _update_tile(tile, dtype, device, formula, manner)
+
+
+def _are_flat(pieces: Pieces) -> bool:
+    """Whether all parameters are 1-D, so that they can be cut."""
+    return all(parameter.dim() == 1 for parameter in pieces.parameters)
 
 
 def begin(pieces: Pieces) -> None:
