@@ -254,7 +254,7 @@ def test_moments_of_the_parameters_dtype_are_rounded_after_each_step(
 
 
 @pytest.mark.parametrize(("make", "options"), OTHERS)
-@pytest.mark.parametrize("settings", [{"master": "none"}, {"master": "none", "moments": "parameter"}, {}])
+@pytest.mark.parametrize("settings", [{"master": "none", "moments": "parameter"}, {}])
 def test_every_rule_has_the_same_bits_in_memory_and_in_files_whatever_its_state_is_made_of(
     tmp_path: Path, make: Make, options: dict[str, Any], settings: dict[str, str]
 ) -> None:
