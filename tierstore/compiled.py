@@ -25,6 +25,8 @@ from tierstore.rules.adam import AdamOptions
 
 BLOCK = 1024
 """Elements worked on at once, by one thread: their values fit the first cache."""
+BLOCKS_PER_THREAD = 64
+"""Fewer are done before another thread has woken up."""
 LEAST_ELEMENTS = 16 * BLOCK
 """Shorter pieces are gathered into tiles, which torch updates."""
 
@@ -120,7 +122,7 @@ def _run(onepass: Any, pieces: Pieces, numbers: AdamWNumbers, check_parameters: 
     ]
     function = onepass.update_split if pieces.remainders else onepass.update_whole
     factors, blocks = numbers.at(float(pieces.steps[0])), len(arrays[0]) // BLOCK
-    threads = max(1, min(torch.get_num_threads(), blocks))
+    threads = max(1, min(torch.get_num_threads(), blocks // BLOCKS_PER_THREAD))
     ends = [blocks * number // threads * BLOCK for number in range(threads + 1)]
 
     def run(start: int, stop: int) -> bool:
