@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tierstore.build import Parts, Plant, plan_plant
 from tierstore.device import map_host_memory
-from tierstore.errors import PolicyError, TransferError
+from tierstore.errors import CapacityError, PolicyError, TransferError
 from tierstore.kernels import self_test
 from tierstore.layout import (
     Chunk,
@@ -28,18 +28,28 @@ from tierstore.layout import (
     Layout,
     ParameterSpec,
     Span,
-    in_storage_order_of,
     make_layout,
 )
 from tierstore.members import NONE, Member, WithState, identity_of, local_of, needs_state, refuse_shared_memory, survey
-from tierstore.placement import Room
+from tierstore.placement import Room, tiers_that_hold
 from tierstore.policy import TierPolicy
+from tierstore.records import (
+    MASTER,
+    Scatter,
+    has_high_half,
+    high_half,
+    is_split,
+    may_be_split,
+    precision_of,
+    read_field,
+    record_fields,
+    state_fields,
+)
 from tierstore.results import Results
 from tierstore.rules import Rule
+from tierstore.scratch import Scratch
 from tierstore.store import ChunkInfo, Use
 from tierstore.tensors import TieredStore
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Binding:
@@ -61,7 +71,7 @@ class Binding:
         blueprint = draw(self.members, groups, policy, parts).tuned()
         self.rule = rule
         self.policy = policy
-        self._fields = tuple(state_fields(member, policy) for member in self.members)
+        self._fields = tuple(state_fields(member, policy.state) for member in self.members)
         self.stateless = frozenset(  # what a step must update besides the chunks
             position
             for position, member in enumerate(self.members)
@@ -77,13 +87,14 @@ class Binding:
             self.store.add_chunks(blueprint.infos)
             names: Counter[str] = Counter()
             for member, spans in zip(members, layout.spans_of, strict=True):
-                shares = [(chunk.number, span.length * chunk.cls.element_bytes) for chunk, span in spans]
+                shares = [(chunk.number, chunk.cls.bytes_of(span.length)) for chunk, span in spans]
                 names[member.name] += 1  # two parameters may have one name
                 again = f" ({names[member.name]})" if names[member.name] > 1 else ""
                 self.store.register(member.name + again, shares)
             self._record = map_host_memory(blueprint.chunk_bytes)
             self._in_record: int | None = None  # the chunk whose bytes, as they are now, the buffer holds
-            for dtype in {chunk.cls.fields[0].dtype for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
+            self._scratch = Scratch()
+            for dtype in {precision_of(chunk.cls) for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
                 for options in {replace(rule.options(group), lr=1e-3) for group in groups}:  # of any rate
                     self_test(rule, options, dtype)
         except BaseException:
@@ -136,8 +147,12 @@ class Binding:
         """The parameters that have state, and the fields of the rule that they have."""
         return {self.members[position].parameter: self.members[position].moments for position in sorted(self.steps)}
 
+    def has_lost_master(self, position: int) -> bool:
+        """Whether the parameter was the high half of its master and no longer has the values for it."""
+        return self._has_split_master(position) and not has_high_half(self.members[position])
+
     def fields_of(self, position: int) -> tuple[Field, ...]:
-        """The fields that a parameter's state has in the tiers."""
+        """The fields of a parameter's state as others see them."""
         return self._fields[position]
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -149,6 +164,11 @@ class Binding:
             for position, names in wanted.items()
             for name in names
         }
+        halves = {
+            position: high_half(self.members[position])
+            for position, names in wanted.items()
+            if MASTER in names and self._has_split_master(position)
+        }
         for chunk in self._chunks_of(wanted):
             record = self._read(chunk)
             for span in chunk.spans:
@@ -157,8 +177,13 @@ class Binding:
                     if record is None:
                         part.zero_()
                     else:
-                        part.copy_(chunk.field(record, name).narrow(0, span.offset, span.length))
+                        high = halves.get(span.parameter) if name == MASTER else None
+                        read_field(chunk, span, name, record, high, part, self._scratch)
         return {position: {name: flat[position, name] for name in names} for position, names in wanted.items()}
+
+    def _has_split_master(self, position: int) -> bool:
+        spans = self.layout.spans_of[position]
+        return bool(spans) and is_split(spans[0][0].cls)
 
     def _read(self, chunk: Chunk) -> Tensor | None:
         """The chunk's record, valid until the next read or run; None while the chunk is fresh."""
@@ -180,7 +205,7 @@ class Binding:
         A field not given keeps its value. Chunks go through the tier that computes, as in a step.
         """
         chunks = {chunk.number: chunk for chunk in self._chunks_of(values)}
-        scatter = _Scatter(values, self.members)
+        scatter = Scatter(values, self.members, self._scratch)
 
         def use(number: int, record: Tensor, is_fresh: bool) -> None:
             chunk = chunks[number]
@@ -244,6 +269,19 @@ class Blueprint:
         """Extents of each tier. Raises CapacityError if not all chunks find a home."""
         return self.plant.rooms(list(self.infos.values()), self.chunk_bytes)
 
+    def classes_that_move(self) -> set[ChunkClass]:
+        """Those that have chunks which cannot all stay, between steps, in the tier that they are computed in.
+
+        All of them if there is too little room even so.
+        """
+        classes = {chunk.cls for chunk in self.layout.chunks}
+        try:
+            rooms = self.rooms()
+        except CapacityError:
+            return classes
+        staying = tiers_that_hold([info.compute for info in self.infos.values()], rooms)
+        return {cls for cls in classes if cls.compute not in (cls.named, *staying)}
+
     def check_fits(self, *, is_first: bool) -> None:
         """Check that all chunks find a home, and that the disks have the bytes for it. Reserves nothing.
 
@@ -256,13 +294,33 @@ class Blueprint:
 
 
 def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy: TierPolicy, parts: Parts) -> Blueprint:
-    """Cut the parameters into chunks under the policy. Raises PolicyError for rules that cannot be followed."""
+    """Cut the parameters into chunks under the policy. Raises PolicyError for rules that cannot be followed.
+
+    `state.master: auto` splits the masters whose chunks would, were they whole, move from step to step.
+    """
     refuse_shared_memory([member for member in members if member.is_covered])
     plant = plan_plant(policy, [local_of(member.parameter).device for member in members if member.is_covered], parts)
-    specs = []
-    for member in members:
+    candidates = {position for position, member in enumerate(members) if member.is_covered and may_be_split(member)}
+    if not candidates or policy.state.master not in ("auto", "split"):
+        return _draw(members, groups, plant)
+    if policy.state.master == "auto":
+        whole = _draw(members, groups, plant)
+        moving = whole.classes_that_move()
+        candidates = {at for at in candidates if any(chunk.cls in moving for chunk, _ in whole.layout.spans_of[at])}
+        if not candidates:
+            return whole
+    return _draw(members, groups, plant, candidates)
+
+
+def _draw(
+    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], plant: Plant, split: Collection[int] = ()
+) -> Blueprint:
+    """Find each parameter's class, and cut; those at the positions in `split` have split masters."""
+    policy, specs = plant.policy, []
+    for position, member in enumerate(members):
         local = local_of(member.parameter)
-        fields = state_fields(member, policy) if member.is_covered else ()
+        fields = state_fields(member, policy.state) if member.is_covered else ()
+        fields = record_fields(fields, is_split=position in split)
         compute = plant.compute_tier(local.device)
         named = _named_tier(member, groups[member.group], policy, plant.names, compute) if fields else None
         cls = ChunkClass(local.dtype, str(local.device), fields, compute, named)
@@ -272,24 +330,15 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
 
 def _cut(plant: Plant, specs: Sequence[ParameterSpec]) -> Blueprint:
     """Cut parameters into chunks of the size that suits the plant."""
-    state_bytes = sum(spec.elements * spec.cls.element_bytes for spec in specs)
-    chunk_bytes = plant.chunk_bytes(state_bytes, max((spec.cls.element_bytes for spec in specs), default=0))
+    state_bytes = sum(spec.cls.bytes_of(spec.elements) for spec in specs)
+    largest_element = max((spec.cls.bytes_of(1) for spec in specs), default=0)
+    chunk_bytes = plant.chunk_bytes(state_bytes, largest_element)
     try:
         layout = make_layout(specs, chunk_bytes)
     except ValueError as error:
         raise PolicyError(f"chunk_size: {error}") from error
     infos = {chunk.number: ChunkInfo(chunk.record_bytes, chunk.cls.compute, chunk.cls.named) for chunk in layout.chunks}
     return Blueprint(plant, specs, layout, infos, chunk_bytes)
-
-
-def state_fields(member: Member, policy: TierPolicy) -> tuple[Field, ...]:
-    """The fields of a parameter's state: moments in its real dtype, or float32 and a master if that is too low."""
-    dtype = member.form.dtype
-    is_low = dtype in LOW_PRECISION
-    moments = torch.float32 if is_low else dtype
-    has_master = is_low and policy.state.master != "none"
-    master = (Field("master", torch.float32),) if has_master else ()
-    return (*master, *(Field(name, moments) for name in member.moments))
 
 
 def _named_tier(
@@ -309,39 +358,6 @@ def _named_tier(
             f"take the `tier` key or the placement rule away, or set compute: device"
         )
     return tier
-
-
-class _Scatter:
-    """Values of whole parameters on their way into records. Reorders one parameter's at a time, if they need it."""
-
-    def __init__(self, values: Mapping[int, Mapping[str, Tensor]], members: Sequence[Member]) -> None:
-        self._values = values
-        self._members = members
-        self._flat: dict[int, dict[str, Tensor]] = {}
-        self._elements_left = {position: members[position].form.numel() for position in values}
-
-    def into(self, chunk: Chunk, record: Tensor) -> None:
-        """Write the parts that belong to a chunk into its record."""
-        for span in chunk.spans:
-            if span.parameter not in self._values:
-                continue
-            for name, flat in self._flat_of(span.parameter).items():
-                part = flat.narrow(0, span.start, span.length) if flat.dim() else flat
-                chunk.field(record, name).narrow(0, span.offset, span.length).copy_(part)
-            self._elements_left[span.parameter] -= span.length
-            if not self._elements_left[span.parameter]:
-                del self._flat[span.parameter]
-
-    def _flat_of(self, position: int) -> dict[str, Tensor]:
-        if position not in self._flat:
-            self._flat[position] = {
-                name: self._in_order(position, value) for name, value in self._values[position].items()
-            }
-        return self._flat[position]
-
-    def _in_order(self, position: int, value: Tensor) -> Tensor:
-        local = local_of(value)
-        return local if local.dim() == 0 else in_storage_order_of(self._members[position].form, local)
 
 
 def _describe(chunk: Chunk, members: Sequence[Member]) -> str:

@@ -23,10 +23,10 @@ from tierstore.device import may_still_move_to_accelerator
 from tierstore.errors import FailedStepError, LeaseError, StoreClosedError
 from tierstore.guard import alone
 from tierstore.handed import Handed
-from tierstore.kernels import Scratch
 from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
 from tierstore.policy import TierPolicy
 from tierstore.rules import Rule
+from tierstore.scratch import Scratch
 from tierstore.state_view import Views
 from tierstore.states import carried, check_states, materialise, write_state
 

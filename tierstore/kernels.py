@@ -15,48 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tierstore.compiled import SinglePass
 from tierstore.errors import InvariantError
 from tierstore.layout import CUT_ELEMENTS
+from tierstore.masters import combine, keep
 from tierstore.rules import Pieces, Rule, step_count
+from tierstore.scratch import GRAIN_ELEMENTS, Scratch
 
-TILE_ELEMENTS = 256 * 1024
-"""Elements cast and updated at once; a float32 tile with its state fits the last-level cache."""
+TILE_ELEMENTS = GRAIN_ELEMENTS
+"""Elements cast and updated at once on the CPU; a float32 tile with its state fits the last-level cache."""
+PASS_ELEMENTS = 8 * 1024 * 1024
+"""Elements updated at once on an accelerator: most chunks in one pass, with what is cast no larger than they are."""
 MIRROR_ELEMENTS = 1024 * 1024
 """Elements brought to the host at once when a parameter lies on an accelerator and is computed on the CPU."""
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Given to a formula in tiles even so: it may have to cast them up."""
+
 Formula = Callable[[Pieces], None]
 """What is done to plain pieces: a rule's update, or one pass of it, with the group's options."""
-
-
-class Scratch:
-    """Buffers for one tile at a time, made when first needed."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def get(self, purpose: str, dtype: torch.dtype, device: torch.device, length: int, most: int) -> Tensor:
-        """View the first `length` of the buffer for a purpose, which holds `most`."""
-        key = (purpose, dtype, device)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(most, dtype=dtype, device=device)
-        return self._buffers[key].narrow(0, 0, length)
-
-    def copies(
-        self, purpose: str, dtype: torch.dtype, device: torch.device, tensors: list[Tensor], most: int
-    ) -> list[Tensor]:
-        """Copy 1-D tensors of `most` elements in all."""
-        lengths = [tensor.numel() for tensor in tensors]
-        copies = list(self.get(purpose, dtype, device, sum(lengths), most).split_with_sizes(lengths))
-        torch._foreach_copy_(copies, tensors)
-        return copies
-
-    def joined(self, purpose: str, tensors: list[Tensor], most: int) -> Tensor:
-        """Copy 1-D tensors of `most` elements in all, one after another; a single one is returned as it is."""
-        first = tensors[0]
-        if len(tensors) == 1:
-            return first
-        buffer = self.get(purpose, first.dtype, first.device, sum(tensor.numel() for tensor in tensors), most)
-        return torch.cat(tensors, out=buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +41,37 @@ class Manner:
     """How pieces are updated, besides by their formula.
 
     `check_parameters`: where a low-precision parameter is not what its master casts to, it was changed by someone else,
-    and is what the step starts from. `as_whole`: plain pieces are given to the formula uncut.
+    and is what the step starts from. `as_whole`: plain pieces are given to the formula uncut. `single_pass`: what does
+    the same as the formula to some pieces, in one pass over memory.
     """
 
     scratch: Scratch
     check_parameters: bool
     as_whole: bool
+    single_pass: SinglePass | None = None
 
 
 def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
     """Apply a formula to pieces that share its options, no two of them of the same elements, in their order."""
-    if pieces.is_plain and manner.as_whole:
+    dtype, device = pieces.precision
+    if pieces.is_plain and manner.as_whole and not (dtype in LOW_PRECISION and _are_flat(pieces)):
         formula(pieces)
-    elif pieces.parameters[0].device != pieces.state_like.device:
+    elif pieces.parameters[0].device != device:
         for tile in pieces.tiles(MIRROR_ELEMENTS):
             _update_remote(tile, formula, manner)
+    elif device.type != "cpu":
+        for tile in pieces.tiles(PASS_ELEMENTS):
+            _update_tile(tile, dtype, device, formula, manner)
     else:
-        for tile in pieces.tiles(TILE_ELEMENTS):
-            _update_tile(tile, formula, manner)
+        check, single = manner.check_parameters, manner.single_pass
+        for left in [pieces] if single is None else single.update(pieces, check_parameters=check):
+            for tile in left.tiles(TILE_ELEMENTS):
+                _update_tile(tile, dtype, device, formula, manner)
+
+
+def _are_flat(pieces: Pieces) -> bool:
+    """Whether all parameters are 1-D, so that they can be cut."""
+    return all(parameter.dim() == 1 for parameter in pieces.parameters)
 
 
 def begin(pieces: Pieces) -> None:
@@ -90,50 +80,74 @@ def begin(pieces: Pieces) -> None:
         torch._foreach_zero_(moments)
     if pieces.masters:
         torch._foreach_copy_(pieces.masters, pieces.parameters)
+    if pieces.remainders:
+        torch._foreach_zero_(pieces.remainders)
 
 
 def _update_remote(tile: Pieces, formula: Formula, manner: Manner) -> None:
     """Bring parameters and gradients to where the state is, update there, take the parameters back."""
-    device, scratch = tile.state_like.device, manner.scratch
-    parameters = scratch.copies("parameter", tile.parameters[0].dtype, device, tile.parameters, MIRROR_ELEMENTS)
-    gradients = scratch.copies("remote gradient", tile.gradients[0].dtype, device, tile.gradients, MIRROR_ELEMENTS)
+    (_, device), scratch = tile.precision, manner.scratch
+    parameters = scratch.copies("parameter", tile.parameters[0].dtype, device, tile.parameters)
+    gradients = scratch.copies("remote gradient", tile.gradients[0].dtype, device, tile.gradients)
     update(tile._replace(parameters=parameters, gradients=gradients), formula, manner)
     torch._foreach_copy_(tile.parameters, parameters)
 
 
-def _update_tile(tile: Pieces, formula: Formula, manner: Manner) -> None:
+def _update_tile(tile: Pieces, dtype: torch.dtype, device: torch.device, formula: Formula, manner: Manner) -> None:
     """Update one tile in the precision of its state."""
-    like, scratch, masters = tile.state_like, manner.scratch, tile.masters
-    if masters and manner.check_parameters:
-        _adopt_changes(tile.parameters, masters, scratch)
-    elif not masters:  # the parameters themselves, or with `master: none` their values cast up
-        masters = tile.parameters
-        if masters[0].dtype != like.dtype:
-            masters = scratch.copies("master", like.dtype, like.device, masters, TILE_ELEMENTS)
-    gradients = tile.gradients
-    if (gradients[0].dtype, gradients[0].device) != (like.dtype, like.device):
-        gradients = scratch.copies("gradient", like.dtype, like.device, gradients, TILE_ELEMENTS)
-    formula(tile._replace(parameters=masters, gradients=gradients, masters=[]))
-    if masters is not tile.parameters:
-        torch._foreach_copy_(tile.parameters, masters)
+    scratch, gradients, moments = manner.scratch, tile.gradients, tile.moments
+    values = _values_of(tile, dtype, manner)
+    if gradients[0].dtype != dtype or gradients[0].device != device:
+        gradients = scratch.copies("gradient", dtype, device, gradients)
+    if is_cast := any(tensors[0].dtype != dtype for tensors in moments.values()):
+        moments = {name: scratch.copies(name, dtype, device, tensors) for name, tensors in moments.items()}
+    formula(Pieces(values, gradients, moments, [], tile.steps, tile.scales))
+    if values is not tile.parameters:
+        torch._foreach_copy_(tile.parameters, values)
+    if tile.remainders:
+        keep(values, tile.remainders, tile.ties, scratch)
+    if is_cast:
+        for name, tensors in tile.moments.items():
+            torch._foreach_copy_(tensors, moments[name])
 
 
-def _adopt_changes(parameters: list[Tensor], masters: list[Tensor], scratch: Scratch) -> None:
+def _values_of(tile: Pieces, dtype: torch.dtype, manner: Manner) -> list[Tensor]:
+    """What the formula changes: masters, or the parameters themselves, or with `master: none` their values cast up."""
+    if tile.remainders:
+        return combine(tile.parameters, tile.remainders, tile.ties, manner.scratch)
+    if tile.masters:
+        if manner.check_parameters:
+            _adopt_changes(tile.parameters, tile.masters, manner.scratch)
+        return tile.masters
+    first = tile.parameters[0]
+    if first.dtype == dtype:
+        return tile.parameters
+    return manner.scratch.copies("master", dtype, first.device, tile.parameters)
+
+
+def _adopt_changes(parameters: list[Tensor], of_record: list[Tensor], scratch: Scratch) -> None:
     """Where a parameter is not its master cast down, bit for bit, let the master be the parameter."""
-    now = scratch.joined("now", parameters, TILE_ELEMENTS)
-    master = scratch.joined("master", masters, TILE_ELEMENTS)
-    cast = scratch.get("cast", now.dtype, now.device, now.numel(), TILE_ELEMENTS).copy_(master)
-    if now.device.type == "cpu" and _are_same_bits(now, cast):
+    now = scratch.joined("now", parameters)
+    master = scratch.joined("master", of_record)
+    cast = scratch.get("cast", now.dtype, now.device, now.numel()).copy_(master)
+    if now.device.type == "cpu" and not _is_other_than_cast(now, scratch):
         return
+    cast.copy_(master)
     adopted = torch.where(cast.view(torch.int16) != now.view(torch.int16), now.to(master.dtype), master)
-    torch._foreach_copy_(masters, adopted.split_with_sizes([master.numel() for master in masters]))
+    torch._foreach_copy_(of_record, adopted.split_with_sizes([tensor.numel() for tensor in of_record]))
 
 
-def _are_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Compare two tensors of 16-bit elements, four at once if they lie so that one can."""
-    four_at_once = all(tensor.numel() % 4 == tensor.storage_offset() % 4 == 0 for tensor in (one, other))
-    dtype = torch.int64 if four_at_once else torch.int16
-    return torch.equal(one.view(dtype), other.view(dtype))
+def _is_other_than_cast(now: Tensor, scratch: Scratch) -> bool:
+    """Compare 16-bit elements with the buffer `cast`, which is used up; four at once if they lie so that one can.
+
+    The bits that differ, and the largest byte of them: half the time of `torch.equal`.
+    """
+    length = now.numel()
+    four_at_once = length % 4 == now.storage_offset() % 4 == 0
+    dtype, items = (torch.int64, length // 4) if four_at_once else (torch.int16, length)
+    cast = scratch.get("cast", dtype, now.device, items)
+    torch.bitwise_xor(now.view(dtype), cast, out=cast)
+    return bool(scratch.get("cast", torch.uint8, now.device, 2 * length).max())
 
 
 @lru_cache(maxsize=64)
@@ -154,9 +168,7 @@ def self_test(rule: Rule, options: Any, dtype: torch.dtype) -> None:
 
     whole, cut = pieces(), pieces()
     rule.update_in_cuts([whole], options)
-    rule.update_in_cuts(
-        [cut.cut(0, at, min(CUT_ELEMENTS, elements - at)) for at in range(0, elements, CUT_ELEMENTS)], options
-    )
+    rule.update_in_cuts(list(cut.cut(0, CUT_ELEMENTS)), options)
     results = [
         *zip([whole.parameters, *whole.moments.values()], [cut.parameters, *cut.moments.values()], strict=True),
         *((pieces.gradients, [gradient]) for pieces in (whole, cut)),  # which a rule leaves as they are

@@ -25,10 +25,23 @@ RECORD_ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One kind of value in a record, one per element of the parameter."""
+    """One kind of value in a record, one per element of the parameter.
+
+    `bits` of each are stored, so many that 8 elements fill whole bytes; None: a value of the dtype, as it is.
+    """
 
     name: str
     dtype: torch.dtype
+    bits: int | None = None
+
+    @property
+    def element_bits(self) -> int:
+        """Bits of state per element."""
+        return 8 * self.dtype.itemsize if self.bits is None else self.bits
+
+    def items(self, elements: int) -> int:
+        """Items of the dtype that hold so many elements."""
+        return elements if self.bits is None else round_up(elements * self.bits, 8) // 8 // self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +55,13 @@ class ChunkClass:
     named: str | None = None
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of state per element, over all fields."""
-        return sum(field.dtype.itemsize for field in self.fields)
+    def element_bits(self) -> int:
+        """Bits of state per element, over all fields."""
+        return sum(field.element_bits for field in self.fields)
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of state of so many elements, over all fields."""
+        return -(-elements * self.element_bits // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,33 +100,48 @@ class Chunk:
         offsets, position = {}, 0
         for field in self.cls.fields:
             offsets[field.name] = position
-            position += self.elements * field.dtype.itemsize
+            position += field.items(self.elements) * field.dtype.itemsize
         return offsets
 
     @cached_property
     def record_bytes(self) -> int:
         """Bytes of the record, padded to whole pages."""
-        return round_up(self.elements * self.cls.element_bytes, RECORD_ALIGNMENT)
+        return round_up(self.cls.bytes_of(self.elements), RECORD_ALIGNMENT)
 
     def field(self, record: Tensor, name: str) -> Tensor:
-        """View one field of a record (uint8, at least `record_bytes`) as a 1-D tensor of `elements` elements."""
-        dtype = next(field.dtype for field in self.cls.fields if field.name == name)
+        """View one field of a record (uint8, at least `record_bytes`) as a 1-D tensor of its dtype: `elements`, or the
+        items that hold them.
+        """
+        field = self._named[name]
         offset = self.field_offsets[name]
-        return record[offset : offset + self.elements * dtype.itemsize].view(dtype)
+        return record[offset : offset + field.items(self.elements) * field.dtype.itemsize].view(field.dtype)
+
+    def part(self, record: Tensor, name: str, span: Span) -> Tensor:
+        """View one field of a record where it belongs to one span."""
+        field = self._named[name]
+        return self.field(record, name).narrow(0, field.items(span.offset), field.items(span.length))
 
     def parts(self, record: Tensor, name: str) -> tuple[Tensor, ...]:
         """View one field of a record span by span."""
-        lengths, are_spans = self._cuts
+        lengths, are_spans = self._cuts[self._named[name].bits]
         return tuple(compress(self.field(record, name).split_with_sizes(lengths), are_spans))
 
     @cached_property
-    def _cuts(self) -> tuple[list[int], list[bool]]:
-        """Lengths of the spans and of the gaps after them, and which are spans."""
+    def _named(self) -> dict[str, Field]:
+        return {field.name: field for field in self.cls.fields}
+
+    @cached_property
+    def _cuts(self) -> dict[int | None, tuple[list[int], list[bool]]]:
+        """For fields of so many bits: items of the spans and of the gaps after them, and which are spans."""
+        return {field.bits: self._cuts_of(field) for field in self.cls.fields}
+
+    def _cuts_of(self, field: Field) -> tuple[list[int], list[bool]]:
         ends = [*(span.offset for span in self.spans[1:]), self.elements]
         lengths, are_spans = [], []
         for span, end in zip(self.spans, ends, strict=True):
-            gap = end - span.offset - span.length
-            lengths += [span.length, gap] if gap else [span.length]
+            length = field.items(span.length)
+            gap = field.items(end) - field.items(span.offset) - length
+            lengths += [length, gap] if gap else [length]
             are_spans += [True, False] if gap else [True]
         return lengths, are_spans
 
@@ -142,11 +174,11 @@ def make_layout(parameters: Sequence[ParameterSpec], chunk_bytes: int, *, first_
 
 
 def _elements_per_chunk(cls: ChunkClass, chunk_bytes: int) -> int:
-    elements = chunk_bytes // cls.element_bytes // CUT_ELEMENTS * CUT_ELEMENTS
+    elements = 8 * chunk_bytes // cls.element_bits // CUT_ELEMENTS * CUT_ELEMENTS
     if elements == 0:
         raise ValueError(
-            f"a chunk of {chunk_bytes} bytes holds fewer than {CUT_ELEMENTS} elements of {cls.element_bytes} bytes: "
-            f"raise chunk_size to at least {CUT_ELEMENTS * cls.element_bytes}"
+            f"a chunk of {chunk_bytes} bytes holds fewer than {CUT_ELEMENTS} elements of {cls.element_bits / 8:g} "
+            f"bytes: raise chunk_size to at least {cls.bytes_of(CUT_ELEMENTS)}"
         )
     return elements
 

@@ -111,6 +111,17 @@ def pipeline_needs(needs: Sequence[Need], homes: Sequence[str]) -> dict[str, int
     return {tier: min(ENOUGH_EXTENTS, count) for tier, count in passing.items()}
 
 
+def tiers_that_hold(computed_in: Sequence[str], rooms: Mapping[str, Room]) -> set[str]:
+    """The tiers that can keep all the chunks that are used in them, and those that have no room further up."""
+    holding, overflow = set(), 0
+    for tier in LINE[:-1]:
+        room, wanted = rooms.get(tier, Room(0, homes=False)), computed_in.count(tier) + overflow
+        if room.homes and wanted <= room.extents:
+            holding.add(tier)
+        overflow = max(0, wanted - room.extents)
+    return holding
+
+
 def auto_chunk_bytes(
     state_bytes: int, compute_bytes: int | None, *, largest: int = LARGEST_CHUNK, smallest: int = 1 << 14
 ) -> int:

@@ -162,8 +162,8 @@ class PlacementRule(_Section):
 class StateSettings(_Section):
     """How each field is stored."""
 
-    master: Annotated[Literal["auto", "none", "float32", "split"], Choice(later=("split",))] = "auto"
-    moments: Annotated[Literal["float32", "parameter"], Choice(later=("parameter",))] = "float32"
+    master: Annotated[Literal["auto", "none", "float32", "split"], Choice()] = "auto"
+    moments: Annotated[Literal["float32", "parameter"], Choice()] = "float32"
 
 
 _ReadRules = BeforeValidator(reader(parse_list, "a list of rules, as [{params: '*embed*', tier: cpu}]"))

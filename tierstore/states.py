@@ -17,11 +17,11 @@ from tierstore.guard import in_plain_torch
 from tierstore.handed import Handed, shaped
 from tierstore.layout import as_real
 from tierstore.members import Member, sharded_like, survey
+from tierstore.records import MASTER
 from tierstore.results import Results
 from tierstore.rules import Rule, step_count
 
 STEP = "step"
-MASTER = "master"
 
 
 def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
@@ -172,8 +172,10 @@ def _check_value(parameter: Tensor, what: str, value: object) -> None:
 
 
 def field_order(binding: Binding, position: int) -> tuple[str, ...]:
-    """The names of a parameter's fields in the rule's order, then `master`."""
+    """The names of a parameter's fields in the rule's order, then `master`; of those that there are to read."""
     names = {field.name for field in binding.fields_of(position)}
+    if MASTER in names and binding.has_lost_master(position):
+        names.remove(MASTER)
     moments = () if position in binding.unbegun else binding.rule.moments
     return tuple(name for name in (*moments, MASTER) if name in names)
 

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from tierstore.binding import Binding
-from tierstore.kernels import Manner, Scratch, begin, update
+from tierstore.compiled import SinglePass, single_pass
+from tierstore.kernels import Manner, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
 from tierstore.rules import Pieces, step_count
+from tierstore.scratch import Scratch
 
 
 class Participant(NamedTuple):
@@ -141,19 +143,21 @@ class StepWork:
         """Give pieces of one group to the rule."""
         rule, options = self.binding.rule, self.options[group]
         formula = partial(rule.update, options=options, is_first=is_first, grad_scale=self.grad_scale)
-        update(pieces, formula, self.manner(as_whole=rule.is_one_pass(options)))
+        single = single_pass(options, pieces) if self.grad_scale is None else None
+        update(pieces, formula, self.manner(as_whole=rule.is_one_pass(options), single=single))
 
-    def manner(self, *, as_whole: bool) -> Manner:
+    def manner(self, *, as_whole: bool, single: SinglePass | None = None) -> Manner:
         """How all pieces of this step are updated."""
-        return Manner(self.scratch, self.binding.policy.check_parameters, as_whole)
+        return Manner(self.scratch, self.binding.policy.check_parameters, as_whole, single)
 
     def pieces_of(self, chunk: Chunk, fields: Fields, numbers: Sequence[int]) -> Pieces:
         """The spans of a chunk with these numbers."""
         runs = [self._run_of(chunk.spans[number]) for number in numbers]
         moments = {name: [parts[number] for number in numbers] for name, parts in fields.items()}
-        masters = moments.pop("master", [])
+        masters, remainders, ties = (moments.pop(name, []) for name in ("master", "remainder", "tie"))
         steps = [self.steps[chunk.spans[number].parameter] for number in numbers]
-        return Pieces([values for values, _ in runs], [gradient for _, gradient in runs], moments, masters, steps)
+        parameters, gradients = [values for values, _ in runs], [gradient for _, gradient in runs]
+        return Pieces(parameters, gradients, moments, masters, steps, remainders=remainders, ties=ties)
 
     def batches_of(self, chunk: Chunk) -> dict[_Alike, list[int]]:
         """The numbers of the spans that can be updated together; a span is in as many as its parameter occurs."""

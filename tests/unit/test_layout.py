@@ -34,7 +34,10 @@ FLOAT32 = ChunkClass(torch.float32, "cpu", MOMENTS, "cpu")
 BFLOAT16 = ChunkClass(torch.bfloat16, "cpu", (Field("master", torch.float32), *MOMENTS), "cpu")
 ODD = ChunkClass(torch.float16, "cpu", (Field("low", torch.bfloat16), Field("flags", torch.int8), *MOMENTS), "gpu")
 FROZEN = ChunkClass(torch.float32, "cpu", (), "cpu")
-CLASSES = (FLOAT32, BFLOAT16, ODD, FROZEN)
+SPLIT = ChunkClass(
+    torch.bfloat16, "cpu", (*MOMENTS, Field("low", torch.int16), Field("flag", torch.uint8, bits=1)), "cpu"
+)
+CLASSES = (FLOAT32, BFLOAT16, ODD, SPLIT, FROZEN)
 KIB = 1024
 
 
@@ -68,14 +71,14 @@ def check_chunk(chunk: Chunk, chunk_bytes: int) -> None:
     assert chunk.elements % PACK_ELEMENTS == 0
     assert chunk.elements - PACK_ELEMENTS < chunk.spans[-1].offset + chunk.spans[-1].length <= chunk.elements
     assert chunk.record_bytes % RECORD_ALIGNMENT == 0
-    assert chunk.elements * chunk.cls.element_bytes <= chunk.record_bytes <= chunk_bytes
+    assert chunk.cls.bytes_of(chunk.elements) <= chunk.record_bytes <= chunk_bytes
     ends = 0
     for field in chunk.cls.fields:
         begin = chunk.field_offsets[field.name]
         assert begin == ends
-        assert begin % (PACK_ELEMENTS * min(other.dtype.itemsize for other in chunk.cls.fields)) == 0
+        assert begin % (PACK_ELEMENTS * min(other.element_bits for other in chunk.cls.fields) // 8) == 0
         assert begin % field.dtype.itemsize == 0
-        ends = begin + chunk.elements * field.dtype.itemsize
+        ends = begin + chunk.elements * field.element_bits // 8
     assert ends <= chunk.record_bytes
 
 
@@ -94,7 +97,7 @@ def test_every_element_is_in_exactly_one_span_and_every_record_in_its_extent(
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.sampled_from([FLOAT32, BFLOAT16, ODD]))
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.sampled_from([FLOAT32, BFLOAT16, ODD, SPLIT]))
 def test_field_views_are_aligned_and_disjoint(lengths: list[int], cls: ChunkClass) -> None:
     """Numbers written through one field's view are found there again after all other fields were written."""
     for chunk in make_layout(specs(lengths, cls), 32 * KIB).chunks:
@@ -104,9 +107,23 @@ def test_field_views_are_aligned_and_disjoint(lengths: list[int], cls: ChunkClas
         for number, field in enumerate(cls.fields):
             view = chunk.field(record, field.name)
             assert view.dtype == field.dtype
-            assert view.numel() == chunk.elements
+            assert view.nbytes == chunk.elements * field.element_bits // 8
             assert torch.all(view == number + 1)
-        assert torch.all(record[chunk.elements * cls.element_bytes :] == 0)
+        assert torch.all(record[cls.bytes_of(chunk.elements) :] == 0)
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.sampled_from([16, 24]))
+def test_a_spans_part_of_a_field_of_bits_is_whole_bytes_of_its_own(lengths: list[int], chunk_kib: int) -> None:
+    for chunk in make_layout(specs(lengths, SPLIT), chunk_kib * KIB).chunks:
+        record = torch.zeros(chunk.record_bytes, dtype=torch.uint8)
+        for number, (span, part) in enumerate(zip(chunk.spans, chunk.parts(record, "flag"), strict=True)):
+            assert 8 * part.numel() >= span.length > 8 * (part.numel() - 1)
+            assert part.data_ptr() == chunk.part(record, "flag", span).data_ptr()
+            assert torch.all(part == 0)
+            part.fill_(number + 1)
+        for number, span in enumerate(chunk.spans):
+            assert torch.all(chunk.part(record, "flag", span) == number + 1)
 
 
 @pytest.mark.parametrize("cls", [FLOAT32, BFLOAT16, ODD])

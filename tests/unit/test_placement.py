@@ -24,6 +24,7 @@ from tierstore.placement import (
     place_homes,
     size_tiers,
     spread,
+    tiers_that_hold,
     whole_pages,
     with_choice,
 )
@@ -392,6 +393,24 @@ def test_homes_are_kept_unless_that_would_be_refused(
     except CapacityError:
         return
     assert homes == wanted
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "on_cpu", "rooms", "wanted"),
+    [
+        (0, 5, {"cpu": Room(5), "nvme": Room(9)}, {"cpu"}),
+        (0, 6, {"cpu": Room(5), "nvme": Room(9)}, set()),
+        (0, 3, {"cpu": Room(8, homes=False), "nvme": Room(9)}, set()),  # a mere staging area keeps nothing
+        (4, 5, {"gpu": Room(4), "cpu": Room(5)}, {"gpu", "cpu"}),
+        (6, 5, {"gpu": Room(4), "cpu": Room(7), "nvme": Room(9)}, {"cpu"}),  # with the two that the gpu tier has not
+        (6, 5, {"gpu": Room(4), "cpu": Room(6), "nvme": Room(9)}, set()),
+    ],
+)
+def test_a_tier_holds_what_is_used_in_it_if_all_of_it_has_room(
+    on_gpu: int, on_cpu: int, rooms: dict[str, Room], wanted: set[str]
+) -> None:
+    found = tiers_that_hold(["gpu"] * on_gpu + ["cpu"] * on_cpu, rooms)
+    assert {tier for tier in found if on_gpu or tier != "gpu"} == wanted
 
 
 def test_enough_extents_is_three() -> None:

@@ -461,14 +461,8 @@ def test_wrong_value_names_path_found_and_allowed(path, value, allowed):
             with_setting("tiers.nvme.io.checksum", True),
             "tiers.nvme.io.checksum: found true, in the schema but not in this release",
         ),
-        (
-            with_setting("state.master", "split"),
-            "state.master: found 'split', in the schema but not in this release; allowed now: auto,",
-        ),
-        (
-            with_setting("state.moments", "parameter"),
-            "state.moments: found 'parameter', in the schema but not in this release",
-        ),
+        (with_setting("state.master", "half"), "state.master: found 'half'; allowed: auto, none, float32, split"),
+        (with_setting("state.moments", "bfloat16"), "state.moments: found 'bfloat16'; allowed: float32, parameter"),
         (
             with_setting("tiers.nvme.paths", ["/mnt/a", "/mnt/b", "/mnt/b/../a"]),
             "tiers.nvme.paths: found '/mnt/a' and '/mnt/b/../a', one folder; allowed: each folder once",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ class Pieces(NamedTuple):
 
     A list has one dtype and one device. `moments` are the fields that the rule keeps, by name; `masters` is empty where
     there are none. `steps` are the parameters' 0-dim step counts, on the CPU, already advanced. `scales` are what a
-    `NormedRule` made of each whole parameter, on its device; empty before, and for other rules.
+    `NormedRule` made of each whole parameter, on its device; empty before, and for other rules. `remainders` and `ties`
+    (packed bits) are there instead of masters that are split.
     """
 
     parameters: list[Tensor]
@@ -31,20 +33,26 @@ class Pieces(NamedTuple):
     masters: list[Tensor]
     steps: list[Tensor]
     scales: list[Tensor] = []  # noqa: RUF012 - never changed
+    remainders: list[Tensor] = []  # noqa: RUF012
+    ties: list[Tensor] = []  # noqa: RUF012
 
     @property
-    def state_like(self) -> Tensor:
-        """A tensor of the dtype and device that the update is computed in."""
+    def precision(self) -> tuple[torch.dtype, torch.device]:
+        """The dtype and device that the update is computed in."""
+        if self.remainders:
+            return torch.float32, self.remainders[0].device
         for tensors in (self.masters, *self.moments.values(), self.parameters):
             if tensors:
-                return tensors[0]
+                return tensors[0].dtype, tensors[0].device
         raise AssertionError("no pieces")
 
     @property
     def is_plain(self) -> bool:
         """Whether parameters, gradients and state are of one dtype and device, so that a formula can work on them."""
-        firsts = (self.parameters[0], self.gradients[0], self.state_like)
-        return not self.masters and len({(tensor.dtype, tensor.device) for tensor in firsts}) == 1
+        if self.masters or self.remainders:
+            return False
+        precision = self.precision
+        return all((tensor.dtype, tensor.device) == precision for tensor in (self.parameters[0], self.gradients[0]))
 
     def lengths(self) -> list[int]:
         """The number of elements of each."""
@@ -52,6 +60,8 @@ class Pieces(NamedTuple):
 
     def take(self, start: int, stop: int) -> Pieces:
         """Those from the one numbered `start` to before `stop`."""
+        if start == 0 and stop == len(self.parameters):
+            return self
         return Pieces(
             self.parameters[start:stop],
             self.gradients[start:stop],
@@ -59,22 +69,29 @@ class Pieces(NamedTuple):
             self.masters[start:stop],
             self.steps[start:stop],
             self.scales[start:stop],
+            self.remainders[start:stop],
+            self.ties[start:stop],
         )
 
-    def cut(self, number: int, start: int, length: int) -> Pieces:
-        """A part of one of them, from its element `start` on."""
+    def cut(self, number: int, most: int) -> Iterator[Pieces]:
+        """One of them in parts of `most` elements, a multiple of 8, the last one of what is left."""
 
-        def part(tensors: list[Tensor]) -> list[Tensor]:
-            return [tensor.narrow(0, start, length) for tensor in tensors[number : number + 1]]
+        def parts(tensors: list[Tensor], size: int = most) -> Iterator[list[Tensor]]:
+            return ([part] for part in torch.split(tensors[number], size)) if tensors else repeat([])
 
-        return Pieces(
-            part(self.parameters),
-            part(self.gradients),
-            {name: part(tensors) for name, tensors in self.moments.items()},
-            part(self.masters),
-            self.steps[number : number + 1],
-            self.scales[number : number + 1],
-        )
+        steps, scales = self.steps[number : number + 1], self.scales[number : number + 1]
+        names = list(self.moments)
+        for parameter, gradient, master, remainder, tie, *moments in zip(
+            parts(self.parameters),
+            parts(self.gradients),
+            parts(self.masters),
+            parts(self.remainders),
+            parts(self.ties, most // 8),
+            *(parts(tensors) for tensors in self.moments.values()),
+            strict=False,  # what is not there comes without end
+        ):
+            named = dict(zip(names, moments, strict=True))
+            yield Pieces(parameter, gradient, named, master, steps, scales, remainder, tie)
 
     def tiles(self, most: int) -> Iterator[Pieces]:
         """Cut the long ones and gather the short ones, in order, into tiles of at most `most` elements."""
@@ -86,8 +103,7 @@ class Pieces(NamedTuple):
                     yield self.take(first, number)
                 first, gathered = number, 0
             if length > most:
-                for start in range(0, length, most):
-                    yield self.cut(number, start, min(most, length - start))
+                yield from self.cut(number, most)
                 first = number + 1
             else:
                 gathered += length

@@ -75,13 +75,25 @@ class SGDRule(Rule):
         if options.arithmetic == "fused":
             scale = None if grad_scale is None else grad_scale.to(pieces.parameters[0].device)
             fused: Any = torch._fused_sgd_
-            fused(pieces.parameters, pieces.gradients, buffers, **numbers, is_first_step=is_first, grad_scale=scale)
+            given = _as_the_kernel_needs(pieces.parameters, pieces.gradients, buffers)
+            fused(*given, **numbers, is_first_step=is_first, grad_scale=scale)
+            if given[0] is not pieces.parameters:
+                torch._foreach_copy_(pieces.parameters, given[0])
+                torch._foreach_copy_(buffers, given[2])
             return
-        given: list[Any] = list(buffers) if buffers and not is_first else [None] * len(pieces.parameters)
+        before: list[Any] = list(buffers) if buffers and not is_first else [None] * len(pieces.parameters)
         formula: Any = sgd
         gradients = unscaled(pieces.gradients, grad_scale)
         if options.nesterov and gradients is pieces.gradients:
             gradients = [gradient.clone() for gradient in gradients]  # torch's foreach adds the buffers to them
-        formula(pieces.parameters, gradients, given, **numbers, foreach=options.arithmetic == "foreach", fused=False)
+        formula(pieces.parameters, gradients, before, **numbers, foreach=options.arithmetic == "foreach", fused=False)
         if buffers and is_first:
-            torch._foreach_copy_(buffers, given)
+            torch._foreach_copy_(buffers, before)
+
+
+def _as_the_kernel_needs(*lists: list[Tensor]) -> tuple[list[Tensor], ...]:
+    """Cast low precision up: torch's fused CPU kernel ends each run of bfloat16 buffers with whatever is in memory."""
+    first = lists[0][0]
+    if first.device.type != "cpu" or first.dtype not in (torch.bfloat16, torch.float16) or not lists[-1]:
+        return lists
+    return tuple([tensor.to(torch.float32) for tensor in tensors] for tensors in lists)

@@ -1,0 +1,111 @@
+"""The pass that numba compiles has the bits of torch's operations; without numba nothing is lost but time."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optimizer.cases import same_bits
+from tierstore import TieredAdamW, compiled
+from tierstore.rules import Pieces
+
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="the extra `numba` is not installed")
+
+SHAPES = [(300, 1000), (77, 1033), (16385,), (100,), ()]  # long ones with and without a rest, and short ones
+Make = Callable[..., Any]
+
+
+def in_memory(**state: str) -> dict[str, Any]:
+    return {"tiers": {"cpu": {}}, "state": state}
+
+
+def train(policy: dict[str, Any], change: Make | None = None, steps: int = 6, **options: Any) -> TieredAdamW:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES]
+    optimizer = TieredAdamW(parameters, policy=policy, **{"lr": 3e-3, **options})
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+        optimizer.step()
+        if change is not None:
+            for parameter in parameters:
+                change(parameter.data)
+    return optimizer
+
+
+def assert_same(one: TieredAdamW, other: TieredAdamW) -> None:
+    for here, there in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert same_bits(here, there)
+        assert all(same_bits(value, other.state[there][name]) for name, value in one.state[here].items())
+
+
+def _overwrite(values: torch.Tensor) -> None:
+    values.view(-1)[::3] = 0.0
+    values.view(-1)[1::5] *= -0.5
+
+
+@needs_numba
+@pytest.mark.parametrize("change", [None, _overwrite])
+@pytest.mark.parametrize("master", ["float32", "split"])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0, "eps": 1e-3, "betas": (0.8, 0.95)}])
+def test_the_compiled_pass_has_the_bits_of_torchs_operations(
+    master: str, options: dict[str, Any], change: Make | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    run = compiled._run
+    monkeypatch.setattr(compiled, "_run", lambda *given: (taken.append(1), run(*given)))
+    fast = train(in_memory(master=master), change, **options)
+    assert len(taken) >= 3 * 6  # else it was torch that did it
+    monkeypatch.setattr(compiled, "_onepass", lambda: None)
+    assert_same(fast, train(in_memory(master=master), change, **options))
+
+
+@needs_numba
+def test_the_compiled_pass_has_the_same_bits_wherever_state_lies(tmp_path: Path) -> None:
+    tiers = {"cpu": {"capacity": "768KiB"}, "nvme": {"paths": [str(tmp_path)]}}
+    with train({"chunk_size": "256KiB", "tiers": tiers}) as split:
+        assert_same(split, train(in_memory(master="float32")))
+
+
+@needs_numba
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_nan_and_infinity_stay_what_they_are(master: str) -> None:
+    def spoil(values: torch.Tensor) -> None:
+        values.view(-1)[:1] = torch.nan
+        values.view(-1)[1:2] = torch.inf
+
+    optimizer = train(in_memory(master=master), spoil, steps=3)
+    for parameter in optimizer.param_groups[0]["params"]:
+        assert parameter.view(-1)[:1].isnan().all()
+        assert not parameter.view(-1)[1:].isnan().any()
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True}, {"maximize": True}, {"betas": (0.4, 0.9)}, {"foreach": True}]
+)
+def test_what_the_pass_does_not_compute_is_left_to_torch(options: dict[str, Any]) -> None:
+    optimizer = TieredAdamW([nn.Parameter(torch.zeros(1))], **options)
+    long = torch.zeros(1 << 16)
+    moments = {name: [long] for name in ("exp_avg", "exp_avg_sq")}
+    pieces = Pieces([long.bfloat16()], [long.bfloat16()], moments, [long], [torch.tensor(1.0)])
+    found = compiled.single_pass(optimizer.rule.options(optimizer.param_groups[0]), pieces)
+    assert (found is None) == bool(options)
+    whole = pieces._replace(masters=[], parameters=[long], gradients=[long])
+    assert compiled.single_pass(optimizer.rule.options(optimizer.param_groups[0]), whole) is None
+
+
+def test_code_with_other_bits_is_not_used() -> None:
+    class Other:
+        @staticmethod
+        def update_whole(p: Any, g: Any, m: Any, v: Any, w: Any, start: int, stop: int, *factors: Any) -> bool:
+            w[start:stop] += 1
+            return False
+
+    assert not compiled._has_torchs_bits(Other)
