@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from tierstore.build import Parts, Plant, plan_plant
+from tierstore.counts import StepCounts
+from tierstore.cuts import Cuts
 from tierstore.device import map_host_memory
 from tierstore.errors import CapacityError, PolicyError, TransferError
 from tierstore.kernels import self_test
@@ -30,7 +32,7 @@ from tierstore.layout import (
     Span,
     make_layout,
 )
-from tierstore.members import NONE, Member, WithState, identity_of, local_of, needs_state, refuse_shared_memory, survey
+from tierstore.members import NONE, Member, WithState, local_of, needs_state, outline_of, refuse_shared_memory, survey
 from tierstore.placement import Room, tiers_that_hold
 from tierstore.policy import TierPolicy
 from tierstore.records import (
@@ -51,6 +53,9 @@ from tierstore.scratch import Scratch
 from tierstore.store import ChunkInfo, Use
 from tierstore.tensors import TieredStore
 
+STATELESS_ELEMENTS = 1 << 20
+"""Elements of small parameters without state that are updated together."""
+
 
 class Binding:
     """Layout, store and step counts of the parameters in `groups`."""
@@ -66,17 +71,14 @@ class Binding:
     ) -> None:
         self.members = survey(groups, rule, with_state)
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
-        self.steps: dict[int, Tensor] = {}  # by position; a parameter has state exactly when it is here
+        self.steps = StepCounts()
         self.unbegun: set[int] = set()  # of those, the ones whose state was without moments: the next step begins them
         blueprint = draw(self.members, groups, policy, parts).tuned()
         self.rule = rule
         self.policy = policy
         self._fields = tuple(state_fields(member, policy.state) for member in self.members)
-        self.stateless = frozenset(  # what a step must update besides the chunks
-            position
-            for position, member in enumerate(self.members)
-            if not self._fields[position] and member.form.numel()
-        )
+        self.cuts = Cuts()
+        self.stateless = tuple(_without_records(self.members, self._fields))
         self.plant = blueprint.plant
         self.layout = blueprint.layout
         self._infos = blueprint.infos
@@ -115,14 +117,19 @@ class Binding:
 
     def is_current(self, groups: Sequence[Mapping[str, Any]], with_state: WithState = NONE) -> bool:
         """Whether the parameters in `groups` are still those bound, and all that need it have room for state."""
-        present: dict[int, int] = {}  # the number of each one's group, which its chunks are updated by
-        for number, group in enumerate(groups):
-            for parameter in group["params"]:
-                present.setdefault(id(parameter), number)
-        if list(present.items()) != [(id(member.parameter), member.group) for member in self.members]:
-            return False
         held = {self.position.get(id(parameter)): names for parameter, names in with_state.items()}
-        return all(self.is_current_at(position, groups, held.get(position)) for position in range(len(self.members)))
+        position, members = 0, self.members
+        for number, group in enumerate(groups):
+            asked, tier = self.rule.moments_of(group), group.get("tier")
+            for parameter in group["params"]:
+                if position < len(members) and parameter is members[position].parameter:
+                    member, written = members[position], held.get(position) if held else None
+                    if member.group != number or not self._is_as_bound(member, asked, tier, written):
+                        return False
+                    position += 1
+                elif self.position.get(id(parameter), position) >= position:  # not one that occurs again
+                    return False
+        return position == len(members)
 
     def is_current_at(
         self, position: int, groups: Sequence[Mapping[str, Any]], written: Collection[str] | None = None
@@ -132,9 +139,15 @@ class Binding:
         if member.group >= len(groups):
             return False
         group = groups[member.group]
+        return self._is_as_bound(member, self.rule.moments_of(group), group.get("tier"), written)
+
+    def _is_as_bound(
+        self, member: Member, asked: Collection[str], tier: str | None, written: Collection[str] | None
+    ) -> bool:
         return (
-            member.identity == identity_of(member.parameter, group.get("tier"))
-            and all(name in member.moments for name in self.rule.moments_of(group))
+            member.outline == outline_of(member.parameter)
+            and member.tier == tier
+            and (asked == member.moments or set(asked) <= set(member.moments))
             and (member.is_covered or (written is None and not needs_state(member.parameter)))
             and (not written or all(name in member.moments for name in self.rule.moments if name in written))
         )
@@ -339,6 +352,26 @@ def _cut(plant: Plant, specs: Sequence[ParameterSpec]) -> Blueprint:
         raise PolicyError(f"chunk_size: {error}") from error
     infos = {chunk.number: ChunkInfo(chunk.record_bytes, chunk.cls.compute, chunk.cls.named) for chunk in layout.chunks}
     return Blueprint(plant, specs, layout, infos, chunk_bytes)
+
+
+def _without_records(members: Sequence[Member], fields: Sequence[Sequence[Field]]) -> Iterator[Chunk]:
+    """What a step must update besides chunks: parameters without state, together as those in a chunk would be."""
+    alike: dict[tuple[ChunkClass, int], list[Span]] = {}
+    for position, member in enumerate(members):
+        elements = member.form.numel()
+        if fields[position] or not elements:
+            continue
+        device = local_of(member.parameter).device
+        cls = ChunkClass(member.form.dtype, str(device), (), "cpu" if device.type == "cpu" else "gpu")
+        spans = alike.setdefault((cls, member.group), [])
+        end = spans[-1].offset + spans[-1].length if spans else 0
+        if end + elements > STATELESS_ELEMENTS and spans:
+            yield Chunk(-1, cls, end, tuple(spans))
+            spans.clear()
+            end = 0
+        spans.append(Span(position, member.group, 0, elements, end))
+    for (cls, _), spans in alike.items():
+        yield Chunk(-1, cls, spans[-1].offset + spans[-1].length, tuple(spans))
 
 
 def _named_tier(

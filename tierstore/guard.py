@@ -83,27 +83,49 @@ def alone(lock: threading.RLock, what: str, *, wait: bool = False) -> contextlib
 class _Alone(contextlib.AbstractContextManager[None]):
     """One call. `on_entry` is called when it is alone; what it raises ends the call."""
 
-    __slots__ = ("_inside", "_lock", "_on_entry", "_wait", "_what")
+    __slots__ = ("_lock", "_modes", "_on_entry", "_signals", "_wait", "_what")
 
     def __init__(self, lock: threading.RLock, what: str, wait: bool, on_entry: Callable[[], None]) -> None:
         self._lock, self._what, self._wait, self._on_entry = lock, what, wait, on_entry
+        self._signals = deferred()
+        self._modes = None if _is_plain() else in_plain_torch()
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as entering:
-            entering.enter_context(deferred())
-            if not _is_plain():
-                entering.enter_context(in_plain_torch())
-            if not self._lock.acquire(blocking=self._wait):
-                raise WrongThreadError(
-                    f"thread {threading.current_thread().name!r} called {self._what} while another thread was inside: "
-                    f"call it from one thread at a time"
-                )
-            entering.callback(self._lock.release)
+        self._signals.__enter__()
+        try:
+            if self._modes is not None:
+                self._modes.__enter__()
+            try:
+                self._begin()
+            except BaseException:
+                self._leave_modes()
+                raise
+        except BaseException:
+            self._signals.__exit__(None, None, None)
+            raise
+
+    def _begin(self) -> None:
+        if not self._lock.acquire(blocking=self._wait):
+            raise WrongThreadError(
+                f"thread {threading.current_thread().name!r} called {self._what} while another thread was inside: "
+                f"call it from one thread at a time"
+            )
+        try:
             self._on_entry()
-            self._inside = entering.pop_all()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _leave_modes(self) -> None:
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
 
     def __exit__(self, *error: Any) -> None:
-        self._inside.__exit__(*error)
+        try:
+            self._lock.release()
+            self._leave_modes()
+        finally:
+            self._signals.__exit__(None, None, None)
 
 
 @contextlib.contextmanager

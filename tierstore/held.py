@@ -74,21 +74,25 @@ class Held:
     def bound(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
         """The binding of the parameters in `groups` as they are now, with all state in it, and what it handed out."""
         with self.alone():
-            self.refuse_if_closed()
-            returned = {p: state for p, state in self.aside.items() if self.knows(groups, p)}
+            return self.bound_inside(groups, with_state)
+
+    def bound_inside(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
+        """As `bound`, for who is alone already."""
+        self.refuse_if_closed()
+        returned = {p: state for p, state in self.aside.items() if self.knows(groups, p)}
+        covered = {**with_state, **(self.pending or {}), **returned}
+        if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered):
+            self._unbind(groups, covered)
             covered = {**with_state, **(self.pending or {}), **returned}
-            if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered):
-                self._unbind(groups, covered)
-                covered = {**with_state, **(self.pending or {}), **returned}
-                self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered)
-                self._handed = Handed(self.binding)
-                self._tell_once(self.binding)
-            if self.pending is not None:
-                self._load(groups, self.binding, self._handed, self.pending)
-                self.pending = None  # not before all is written: a load that fails is made again by the next call
-            if returned:
-                self._take_back(self.binding, self._handed, returned)
-            return self.binding, self._handed
+            self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered)
+            self._handed = Handed(self.binding)
+            self._tell_once(self.binding)
+        if self.pending is not None:
+            self._load(groups, self.binding, self._handed, self.pending)
+            self.pending = None  # not before all is written: a load that fails is made again by the next call
+        if returned:
+            self._take_back(self.binding, self._handed, returned)
+        return self.binding, self._handed
 
     def bound_for(self, groups: Groups, parameter: object, *, is_written: bool) -> tuple[Binding, Handed, int]:
         """The binding and the parameter's position; looks at the other parameters only if this one has changed.

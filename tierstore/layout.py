@@ -108,6 +108,12 @@ class Chunk:
         """Bytes of the record, padded to whole pages."""
         return round_up(self.cls.bytes_of(self.elements), RECORD_ALIGNMENT)
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether parameters and state are of one dtype, and updated on the CPU, where both are."""
+        cls = self.cls
+        return cls.compute == cls.device == "cpu" and all(field.dtype == cls.dtype for field in cls.fields)
+
     def field(self, record: Tensor, name: str) -> Tensor:
         """View one field of a record (uint8, at least `record_bytes`) as a 1-D tensor of its dtype: `elements`, or the
         items that hold them.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise, product, zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +24,11 @@ WithState = Mapping[Any, Collection[str]]
 """Parameters that must have room for state, frozen or not, and the names in their states (a state itself will do)."""
 NONE: WithState = MappingProxyType({})
 
-_ORDINARY = (Tensor, torch.nn.Parameter)
+ORDINARY = (Tensor, torch.nn.Parameter)
+"""Types of tensors that are all there is to them."""
+_UPDATED_PAIRS = frozenset(
+    pair for pair in product(UPDATED_DTYPES, repeat=2) if pair[0].is_complex == pair[1].is_complex
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,9 @@ class Member:
     moments: tuple[str, ...]  # the fields that its group's options ask for, and those that its state has besides
     dtype: torch.dtype
     form: Tensor  # shape, strides and dtype of `local_of(parameter)`; on meta, and not changed when the parameter is
-    identity: tuple[Any, ...]
+    outline: tuple[Any, ...]
+    tier: str | None
+    is_plain: bool  # an ordinary tensor of real numbers, dense
 
     @classmethod
     def of(
@@ -61,13 +67,15 @@ class Member:
             moments,
             getattr(parameter, "_local_tensor", parameter).dtype,
             torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
-            identity_of(parameter, tier),
+            outline_of(parameter),
+            tier,
+            type(parameter) in ORDINARY and not parameter.is_complex() and is_dense(local),
         )
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, as real numbers: a DTensor's shard, a complex tensor's pairs."""
-    if type(tensor) in _ORDINARY and not tensor.is_complex():  # as nearly all are: spare them the questions
+    if type(tensor) in ORDINARY and not tensor.is_complex():  # as nearly all are: spare them the questions
         return tensor.detach() if tensor.requires_grad else tensor
     local = getattr(tensor, "_local_tensor", tensor)
     if hasattr(local, "wait"):  # what a collective that may still be under way will give
@@ -81,7 +89,7 @@ def sharded_like(parameter: Tensor, values: Tensor) -> Tensor:
     A collective unless they are sharded alike already (gradients under sequence parallelism are partial sums, say): all
     ranks call it for the same parameters in the same order.
     """
-    if type(parameter) in _ORDINARY:
+    if type(parameter) in ORDINARY:
         return values
     wanted, found = getattr(parameter, "_spec", None), getattr(values, "_spec", None)
     if wanted is None or found is None or (wanted.placements, wanted.mesh) == (found.placements, found.mesh):
@@ -102,6 +110,8 @@ def refuse_what_no_rule_updates(parameter: Tensor, gradient: Tensor) -> None:
 
     RuntimeError, for a dtype NotImplementedError, which is one.
     """
+    if (parameter.dtype, gradient.dtype) in _UPDATED_PAIRS and not parameter.is_meta:
+        return
     if parameter.is_meta:
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} has a gradient and is on the meta device, where it has no "
@@ -113,8 +123,7 @@ def refuse_what_no_rule_updates(parameter: Tensor, gradient: Tensor) -> None:
             f"a parameter of shape {tuple(parameter.shape)} has a gradient and is {parameter.dtype}, but cannot be "
             f"updated: keep it without a gradient, or in one of {allowed}"
         )
-    if gradient.dtype not in UPDATED_DTYPES or parameter.is_complex() != gradient.is_complex():
-        raise RuntimeError(f"a gradient of {gradient.dtype} cannot update a parameter of {parameter.dtype}")
+    raise RuntimeError(f"a gradient of {gradient.dtype} cannot update a parameter of {parameter.dtype}")
 
 
 def needs_state(parameter: Tensor) -> bool:
@@ -164,7 +173,7 @@ def survey(groups: Sequence[Mapping[str, Any]], rule: Rule, with_state: WithStat
     return list(members.values())
 
 
-def identity_of(parameter: Tensor, tier: str | None) -> tuple[Any, ...]:
+def outline_of(parameter: Tensor) -> tuple[Any, ...]:
     """What must stay the same for a layout to stay right."""
     local = getattr(parameter, "_local_tensor", parameter)
-    return (id(parameter), local.dtype, local.device, local.shape, local.stride(), tier)
+    return (local.dtype, local.device, local.shape, local.stride())

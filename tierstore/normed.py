@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tierstore.binding import Binding
+from tierstore.cuts import Fields
 from tierstore.kernels import begin, update
 from tierstore.layout import Chunk, Span, as_real
 from tierstore.members import local_of
 from tierstore.rules import NormedRule, Pieces
 from tierstore.rules.base import blocks_of
-from tierstore.update import Participant, StepWork, parts_of
+from tierstore.update import Participant, StepWork
 
 
 @dataclass
@@ -51,10 +52,9 @@ class NormedWork(StepWork):
     def _spans(self, chunk: Chunk) -> list[Span]:
         return [span for span in chunk.spans if span.parameter in self.participants]
 
-    def _update(self, chunk: Chunk, record: Tensor) -> None:
+    def _update(self, chunk: Chunk, fields: Fields) -> None:
         is_second_visit = chunk.number in self._visited
         self._visited.add(chunk.number)
-        fields = parts_of(chunk, record)
         for alike, numbers in self.batches_of(chunk).items():
             if not is_second_visit:
                 pieces = self.pieces_of(chunk, fields, numbers)

@@ -36,7 +36,7 @@ def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
     read = binding.read(wanted, Results.under(binding.policy, expected))
     return {
         position: {
-            **({STEP: binding.steps[position].clone()} if binding.rule.counts_steps else {}),
+            **({STEP: binding.steps.copy_of(position)} if binding.rule.counts_steps else {}),
             **{name: shaped(binding.members[position], flat) for name, flat in fields.items()},
         }
         for position, fields in read.items()

@@ -31,7 +31,7 @@ from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
 from tierstore.state_view import StateView, Views, let_go
 from tierstore.states import check_states, materialise
 from tierstore.tensors import TieredStore
-from tierstore.update import Participant, StepWork
+from tierstore.update import Participant, StepWork, participants_of
 
 _KEPT = ("_step_supports_amp_scaling",)
 
@@ -84,13 +84,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, taking_part: Mapping[int, Tensor], again: Counter[int]) -> None:
-        binding, handed = self.bound()
+        binding, handed = self._held.bound_inside(self.param_groups)
         handed.absorb()
         try:
-            participants = {
-                binding.position[key]: Participant.of(parameter, 1 + again[key])
-                for key, parameter in taking_part.items()
-            }
+            participants = participants_of(binding, taking_part, again)
             self._update(participants, binding)
         finally:
             handed.forget()  # if the step broke off, what was handed out is no longer what the store holds

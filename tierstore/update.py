@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tierstore.binding import Binding
 from tierstore.compiled import SinglePass, single_pass
+from tierstore.cuts import Fields
 from tierstore.kernels import Manner, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.members import local_of, sharded_like
@@ -29,6 +30,7 @@ class Participant(NamedTuple):
     parameter: Tensor
     gradient: Tensor
     times: int
+    is_plain: bool = False  # and so is its gradient, of the same dtype, device, shape and strides
 
     @classmethod
     def of(cls, parameter: Tensor, times: int) -> Participant:
@@ -44,6 +46,31 @@ class Participant(NamedTuple):
         return cls(local, gradient, times)
 
 
+def participants_of(
+    binding: Binding, taking_part: Mapping[int, Tensor], again: Mapping[int, int]
+) -> dict[int, Participant]:
+    """Take the gradients of parameters, given by id; `again` says which occur more than once, and how often more.
+
+    Nearly all are plain, and their gradients alike: such a one is found to be as it was bound, and left as it is.
+    """
+    participants: dict[int, Participant] = {}
+    positions, members = binding.position, binding.members
+    for key, parameter in taking_part.items():
+        position, gradient = positions[key], parameter.grad
+        member, times = members[position], 1 + again.get(key, 0) if again else 1
+        if (
+            member.is_plain
+            and type(gradient) is Tensor
+            and gradient.layout is torch.strided
+            and (gradient.dtype, gradient.device, gradient.shape, gradient.stride()) == member.outline
+            and not gradient.is_neg()
+        ):
+            participants[position] = Participant(parameter, gradient, times, True)
+        else:
+            participants[position] = Participant.of(parameter, times)
+    return participants
+
+
 @dataclass
 class StepWork:
     """One step's gradients and options, and how a chunk is updated with them."""
@@ -55,6 +82,8 @@ class StepWork:
     grad_scale: Tensor | None
     steps: dict[int, Tensor]  # what the step counts will be
     new: frozenset[int]  # those that have no state yet
+    takes_any_shape: list[bool]  # of each group: whether the formula goes by memory alone
+    begun: set[int] = field(default_factory=set)  # of those without state
     finished: set[int] = field(default_factory=set)
     _flat: dict[int, _Flat] = field(default_factory=dict)
 
@@ -69,8 +98,10 @@ class StepWork:
     ) -> Self:
         """Prepare a step; changes nothing."""
         options = [binding.rule.options(group) for group in groups]
-        new = frozenset(participants.keys() - binding.steps.keys())
-        return cls(binding, participants, options, scratch, grad_scale, _advanced(binding, participants), new)
+        before = binding.steps.numbers()
+        new, steps = frozenset(participants.keys() - before.keys()), _advanced(before, participants)
+        takes_any_shape = [binding.rule.takes_any_shape(one) for one in options]
+        return cls(binding, participants, options, scratch, grad_scale, steps, new, takes_any_shape)
 
     def order(self, chunks: Iterable[int]) -> list[int]:
         """Of chunks, in the order of this step, those to be run, a chunk as often as it is needed."""
@@ -79,38 +110,43 @@ class StepWork:
     def use(self, number: int, record: Tensor, is_fresh: bool) -> None:
         """Launch the update of one chunk on the device of the tier that computes it."""
         chunk = self.binding.layout.chunks[number]
-        self.binding.plant.launch(chunk.cls.compute, lambda: self._update(chunk, record))
+        self.binding.plant.launch(chunk.cls.compute, lambda: self._use(chunk, record))
+
+    def _use(self, chunk: Chunk, record: Tensor) -> None:
+        fields = self.binding.cuts.of(chunk, record)
+        if torch.is_grad_enabled():  # it was launched on a thread of its own
+            with torch.no_grad():
+                self._update(chunk, fields)
+        else:
+            self._update(chunk, fields)
 
     def touched(self, chunks: Iterable[int]) -> set[int]:
         """The participants in chunks that were used, and those without state that were updated."""
         spans = (span for number in chunks for span in self.binding.layout.chunks[number].spans)
-        return self.finished | (self.participants.keys() & {span.parameter for span in spans})
+        return self.begun | self.finished | (self.participants.keys() & {span.parameter for span in spans})
 
     def update_stateless(self) -> None:
         """Update the parameters that have no state, and so no chunk, where they are."""
-        for position in sorted(self.binding.stateless & self.participants.keys()):
-            participant, group = self.participants[position], self.binding.members[position].group
-            flat = _Flat.of(participant)
-            pieces = Pieces([flat.parameter], [flat.gradient], {}, [], [self.steps[position]])
-            for _ in range(participant.times):
-                self._apply(pieces, group, is_first=position in self.new)
-            flat.put_back()
-            self.finished.add(position)
+        for chunk in self.binding.stateless:
+            self.begun |= self.participants.keys() & {span.parameter for span in chunk.spans}
+            self._update(chunk, {})
 
     def count(self) -> None:
         """Count the step, which is done, in every participant that has something to show for it."""
-        binding = self.binding
+        binding, begun = self.binding, []
         for position in self.new:
             begins = self._begins(position)
             if binding.rule.counts_steps or begins or "master" in (kind.name for kind in binding.fields_of(position)):
-                binding.steps[position] = step_count()
+                begun.append(position)
                 if not begins:
                     binding.unbegun.add(position)
-        binding.unbegun -= {position for position in binding.unbegun & self.steps.keys() if self._begins(position)}
-        kept = [position for position in self.steps if position in self.binding.steps]
-        if kept:
-            counts = [self.binding.steps[position] for position in kept]
-            torch._foreach_copy_(counts, [self.steps[position] for position in kept])
+        if binding.unbegun:
+            binding.unbegun -= {position for position in binding.unbegun & self.steps.keys() if self._begins(position)}
+        if self.new:
+            kept = self.steps.keys() - self.new | set(begun)
+            binding.steps.advance({position: self.steps[position] for position in kept})
+        else:
+            binding.steps.advance(self.steps)
 
     def _begins(self, position: int) -> bool:
         """Whether the step leaves a parameter with moments."""
@@ -121,13 +157,16 @@ class StepWork:
         """Whether any parameter in the chunk has a gradient."""
         return any(span.parameter in self.participants for span in chunk.spans)
 
-    def _update(self, chunk: Chunk, record: Tensor) -> None:
-        fields = parts_of(chunk, record)
+    def _update(self, chunk: Chunk, fields: Fields) -> None:
+        """Update the spans of a chunk whose record has been cut into fields."""
         for alike, numbers in self.batches_of(chunk).items():
-            pieces = self.pieces_of(chunk, fields, numbers)
+            pieces = self.pieces_of(chunk, fields, numbers, as_is=self.takes_any_shape[alike.group])
             if alike.is_new and alike.turn == 0:
                 begin(pieces)
             self._apply(self._in_turn(pieces, chunk, alike, numbers), alike.group, is_first=alike.is_first)
+        if not self._flat:  # all were updated as they are, whole
+            self.finished.update(span.parameter for span in chunk.spans if span.parameter in self.participants)
+            return
         for span in chunk.spans:
             if span.parameter in self.participants:
                 self.end_span(span)
@@ -150,27 +189,55 @@ class StepWork:
         """How all pieces of this step are updated."""
         return Manner(self.scratch, self.binding.policy.check_parameters, as_whole, single)
 
-    def pieces_of(self, chunk: Chunk, fields: Fields, numbers: Sequence[int]) -> Pieces:
-        """The spans of a chunk with these numbers."""
-        runs = [self._run_of(chunk.spans[number]) for number in numbers]
-        moments = {name: [parts[number] for number in numbers] for name, parts in fields.items()}
+    def pieces_of(self, chunk: Chunk, fields: Fields, numbers: Sequence[int], *, as_is: bool = False) -> Pieces:
+        """The spans of a chunk with these numbers. `as_is`: plain ones that are whole may be of any shape."""
+        as_is = as_is and chunk.is_plain
+        spans: Sequence[Span] = chunk.spans
+        moments = dict(fields)
+        if len(numbers) != len(spans):
+            spans = [spans[number] for number in numbers]
+            moments = {name: [parts[number] for number in numbers] for name, parts in fields.items()}
         masters, remainders, ties = (moments.pop(name, []) for name in ("master", "remainder", "tie"))
-        steps = [self.steps[chunk.spans[number].parameter] for number in numbers]
-        parameters, gradients = [values for values, _ in runs], [gradient for _, gradient in runs]
+        steps = [self.steps[span.parameter] for span in spans]
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for span in spans:
+            participant = self.participants[span.parameter]
+            if as_is and participant.is_plain and span.length == participant.parameter.numel():
+                parameters.append(participant.parameter)
+                gradients.append(participant.gradient)
+            else:
+                values, gradient = self._run_of(span)
+                parameters.append(values)
+                gradients.append(gradient)
         return Pieces(parameters, gradients, moments, masters, steps, remainders=remainders, ties=ties)
 
     def batches_of(self, chunk: Chunk) -> dict[_Alike, list[int]]:
         """The numbers of the spans that can be updated together; a span is in as many as its parameter occurs."""
-        batches: dict[_Alike, list[int]] = {}
+        participants, new, unbegun = self.participants, self.new, self.binding.unbegun
+        batches: dict[tuple[Any, ...], list[int]] = {}
+        plain: tuple[torch.dtype, torch.device] | None = None  # of plain gradients; those of a chunk are alike
         for number, span in enumerate(chunk.spans):
-            participant = self.participants.get(span.parameter)
-            if participant is not None:
-                gradient, is_new = participant.gradient, span.parameter in self.new
-                is_first = is_new or span.parameter in self.binding.unbegun
-                for turn in range(participant.times):
-                    key = _Alike(turn, is_new, is_first, span.group, gradient.dtype, gradient.device)
-                    batches.setdefault(key, []).append(number)
-        return batches
+            position = span.parameter
+            participant = participants.get(position)
+            if participant is None:
+                continue
+            if plain is None or not participant.is_plain:
+                gradient = participant.gradient
+                kind = (gradient.dtype, gradient.device)
+                plain = kind if participant.is_plain else plain
+            else:
+                kind = plain
+            is_new = position in new
+            is_first = is_new or position in unbegun
+            for turn in range(participant.times):
+                key = (turn, is_new, is_first, span.group, *kind)
+                batch = batches.get(key)
+                if batch is None:
+                    batches[key] = [number]
+                else:
+                    batch.append(number)
+        return {_Alike(*key): numbers for key, numbers in batches.items()}
 
     def _run_of(self, span: Span) -> tuple[Tensor, Tensor]:
         """The values and the gradient of a span."""
@@ -183,21 +250,14 @@ class StepWork:
 
     def end_span(self, span: Span) -> None:
         """Count a span as done; after a parameter's last one, see to it that the parameter has its new values."""
-        flat = self._flat[span.parameter]
-        flat.elements_left -= span.length
-        if flat.elements_left == 0:
+        flat = self._flat.get(span.parameter)
+        if flat is not None:  # else it was updated as it is
+            flat.elements_left -= span.length
+            if flat.elements_left:
+                return
             flat.put_back()
             del self._flat[span.parameter]
-            self.finished.add(span.parameter)
-
-
-Fields = Mapping[str, Sequence[Tensor]]
-"""The fields of a record, each cut into the chunk's spans."""
-
-
-def parts_of(chunk: Chunk, record: Tensor) -> Fields:
-    """View a record field by field and span by span."""
-    return {kind.name: chunk.parts(record, kind.name) for kind in chunk.cls.fields}
+        self.finished.add(span.parameter)
 
 
 class _Alike(NamedTuple):
@@ -238,14 +298,11 @@ def _resolved(gradient: Tensor) -> Tensor:
     return gradient.resolve_conj() if gradient.is_complex() else gradient
 
 
-def _advanced(binding: Binding, participants: Mapping[int, Participant]) -> dict[int, Tensor]:
+def _advanced(before: Mapping[int, float], participants: Mapping[int, Participant]) -> dict[int, Tensor]:
     """Step counts one step on, once for each time a parameter occurs in its group, as torch does.
 
     Those that are equal are one tensor, and none is what the binding holds.
     """
-    fresh = step_count()
-    counts = torch.stack([binding.steps.get(position, fresh) for position in participants])
-    times = [participant.times for participant in participants.values()]
-    values = [count + more for count, more in zip(counts.tolist(), times, strict=True)]
-    tensors = {value: step_count(value) for value in set(values)}
-    return {position: tensors[value] for position, value in zip(participants, values, strict=True)}
+    after = {position: before.get(position, 0.0) + one.times for position, one in participants.items()}
+    tensors = {count: step_count(count) for count in set(after.values())}
+    return {position: tensors[count] for position, count in after.items()}

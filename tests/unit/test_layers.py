@@ -22,8 +22,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
-        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "members", "records", "binding"),
-        *("handed", "states", "state_view", "state_dicts", "update", "normed", "held", "tiered", "optimizer"),
+        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "members", "counts", "cuts"),
+        *(
+            "records",
+            "binding",
+            "handed",
+            "states",
+            "state_view",
+            "state_dicts",
+            "update",
+            "normed",
+            "held",
+            "tiered",
+            "optimizer",
+        ),
     ),
     "front": ("", "output", "demo", "doctor", "cli", "__main__"),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
@@ -138,6 +139,14 @@ class Rule(ABC):
         """Whether `update` goes over memory once, so that long pieces need not be cut into tiles for the cache."""
         return False
 
+    def takes_any_shape(self, options: Any) -> bool:
+        """Whether `update` goes by memory alone on the CPU: a parameter and its gradient may have any dense shape."""
+        if not self.is_one_pass(options):
+            return False
+        if self not in _GO_BY_MEMORY:
+            _GO_BY_MEMORY[self] = _goes_by_memory(self, replace(options, lr=1e-3))
+        return _GO_BY_MEMORY[self]
+
     def counts_turns(self, options: Any) -> bool:
         """Whether a parameter that occurs twice in its group is updated with two counts, not twice with the last."""
         return False
@@ -191,6 +200,37 @@ class NormedRule(Rule):
             self.apply(pieces._replace(scales=[self.scale(sums, options)]), options)
 
 
+_GO_BY_MEMORY: dict[Rule, bool] = {}
+
+
+def _goes_by_memory(rule: Rule, options: Any) -> bool:
+    """Try a rule on a transposed matrix with 1-D state: torch's fused kernels up to 2.13 ask for nothing but memory."""
+
+    def flat() -> Pieces:
+        values = torch.linspace(-1, 1, 12, dtype=torch.float32, device="cpu")
+        moments = {name: [torch.zeros_like(values)] for name in rule.moments}
+        return Pieces([values], [values.flip(0)], moments, [], [step_count(1.0)])
+
+    def shaped(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.view(3, 4).t() for tensor in tensors]
+
+    one, other = flat(), flat()
+    rule.update(one, options, is_first=True, grad_scale=None)
+    try:
+        parameters, gradients = shaped(other.parameters), shaped(other.gradients)
+        rule.update(other._replace(parameters=parameters, gradients=gradients), options, is_first=True, grad_scale=None)
+    except RuntimeError:  # of a torch that compares shapes
+        return False
+    return all(
+        torch.equal(tensor, another)
+        for tensor, another in zip(
+            [*one.parameters, *(moment for moments in one.moments.values() for moment in moments)],
+            [*other.parameters, *(moment for moments in other.moments.values() for moment in moments)],
+            strict=True,
+        )
+    )
+
+
 def block_sums(values: Tensor) -> Tensor:
     """Sums of squares over each `CUT_ELEMENTS` elements of a 1-D tensor, in float64: [blocks].
 
@@ -222,7 +262,7 @@ def as_number(option: float | Tensor, arithmetic: str) -> float | Tensor:
 
 def step_count(steps: float = 0.0) -> Tensor:
     """A step count: a float32 scalar on the CPU, whatever the process has set as its default dtype and device."""
-    return torch.tensor(steps, dtype=torch.float32, device="cpu")
+    return torch.full((), steps, dtype=torch.float32, device="cpu")
 
 
 def unscaled(gradients: list[Tensor], grad_scale: Tensor | None) -> list[Tensor]:
