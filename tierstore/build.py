@@ -59,7 +59,9 @@ class Plant:
     @property
     def order(self) -> str:
         """The order of updates, `auto` resolved."""
-        return "alternating" if self.policy.order == "auto" else self.policy.order
+        if self.policy.order != "auto":
+            return self.policy.order
+        return "fixed" if self.policy.update == "backward" else "alternating"
 
     def compute_tier(self, device: torch.device) -> str:
         """The tier in which the update of a parameter on `device` is computed.

@@ -20,7 +20,8 @@ from torch._compile import _disable_dynamo  # what torch's optimizers use; torch
 from tierstore.binding import Binding
 from tierstore.build import Parts
 from tierstore.device import is_capturing
-from tierstore.errors import FailedStepError, PolicyError, StateDictError
+from tierstore.errors import PolicyError, StateDictError
+from tierstore.failures import tell_failure
 from tierstore.handed import Handed
 from tierstore.held import Held
 from tierstore.members import NONE, WithState, refuse_what_no_rule_updates
@@ -85,6 +86,12 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _step(self, taking_part: Mapping[int, Tensor], again: Counter[int]) -> None:
         binding, handed = self.bound()
+        if binding.policy.free_gradients and again:
+            names = binding.names_of(binding.position[key] for key in again)
+            raise PolicyError(
+                f"free_gradients: true, but a group holds a parameter more than once ({names}), and its gradient would "
+                f"be needed again: list it once, or leave free_gradients out"
+            )
         handed.absorb()
         try:
             participants = {
@@ -125,7 +132,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _update(self, participants: Mapping[int, Participant], binding: Binding) -> None:
+    def _update(self, participants: dict[int, Participant], binding: Binding) -> None:
         """Run the chunks of all participants through the store."""
         work_type = NormedWork if isinstance(self.rule, NormedRule) else StepWork
         scratch, grad_scale = self._held.scratch, getattr(self, "grad_scale", None)
@@ -140,24 +147,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             binding.run(order, chunks[::-1] if turns_round else chunks, work.use, is_step=True)
             work.update_stateless()
         except BaseException as error:
-            self._tell_failure(binding, work, error)
+            tell_failure(binding, [work], error)
             raise
         work.count()
         self._held.is_reversed ^= turns_round
-
-    def _tell_failure(self, binding: Binding, work: StepWork, error: BaseException) -> None:
-        """If anything was updated before the error, say which parameters, and refuse steps until state is loaded."""
-        touched = work.touched(binding.store.broken_off or ())
-        if isinstance(error, FailedStepError) or (binding.store.broken_off is None and not touched):
-            return
-        done, part = sorted(touched & work.finished), sorted(touched - work.finished)
-        story = (
-            f"parameters and state no longer belong to one step. Updated: {binding.names_of(done)}; in part: "
-            f"{binding.names_of(part)}; all others not. Load parameters and optimizer state from a checkpoint: "
-            f"load_state_dict() allows steps again"
-        )
-        binding.store.fail(f"an earlier step broke off ({error}), so {story}")
-        error.add_note(f"this step broke off, so {story}")
 
     # -- binding ------------------------------------------------------------------------------------------------
 

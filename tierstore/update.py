@@ -47,12 +47,13 @@ class StepWork:
     """One step's gradients and options, and how a chunk is updated with them."""
 
     binding: Binding
-    participants: Mapping[int, Participant]
+    participants: dict[int, Participant]
     options: list[Any]  # of each group
     scratch: Scratch
     grad_scale: Tensor | None
     steps: dict[int, Tensor]  # what the step counts will be
     new: frozenset[int]  # those that have no state yet
+    kept: frozenset[int] = frozenset()  # those whose gradients stay until somebody lets go of them
     finished: set[int] = field(default_factory=set)
     _flat: dict[int, _Flat] = field(default_factory=dict)
 
@@ -60,7 +61,7 @@ class StepWork:
     def of(
         cls,
         binding: Binding,
-        participants: Mapping[int, Participant],
+        participants: dict[int, Participant],
         groups: Sequence[Mapping[str, Any]],
         scratch: Scratch,
         grad_scale: Tensor | None,
@@ -93,7 +94,10 @@ class StepWork:
             for _ in range(participant.times):
                 self._apply(pieces, group, is_first=position in self.new)
             flat.put_back()
-            self.finished.add(position)
+            self._finish(position)
+        for position, participant in self.participants.items():
+            if not participant.parameter.numel():  # in no chunk, and nothing to update
+                self._finish(position)
 
     def count(self) -> None:
         """Count the step, which is done, in every participant that has something to show for it."""
@@ -184,7 +188,18 @@ class StepWork:
         if flat.elements_left == 0:
             flat.put_back()
             del self._flat[span.parameter]
-            self.finished.add(span.parameter)
+            self._finish(span.parameter)
+
+    def _finish(self, position: int) -> None:
+        self.finished.add(position)
+        if self.binding.policy.free_gradients and position not in self.kept:
+            self.let_go(position)
+
+    def let_go(self, position: int) -> None:
+        """Drop a parameter's gradient, here and where it came from; its dtype and device may still be asked for."""
+        participant = self.participants[position]
+        self.participants[position] = participant._replace(gradient=participant.gradient.new_empty(0))
+        self.binding.members[position].parameter.grad = None
 
 
 Fields = Mapping[str, Sequence[Tensor]]

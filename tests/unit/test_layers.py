@@ -20,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "join": ("flights", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
         *("rules", "kernels", "results", "members", "binding", "handed", "states", "state_view", "state_dicts"),
-        *("update", "normed", "held", "tiered", "optimizer"),
+        *("update", "failures", "normed", "held", "arrivals", "backward", "tiered", "optimizer"),
     ),
     "front": ("", "demo", "cli", "__main__"),
 }
