@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tierstore.device import Device, host_for, open_device
+from tierstore.device import Device, HostDevice, host_for, open_device
 from tierstore.errors import PolicyError
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
@@ -98,6 +98,13 @@ class Plant:
         """Make the results of launched work visible to whoever uses the tensors next."""
         if self.gpu is not None:
             self.gpu.finish()
+
+    def device_of_gradients(self) -> Device:
+        """The device on whose streams the parameters' gradients are made."""
+        if self.gpu is not None:
+            return self.gpu
+        device = None if self.parameters_on is None else self.parts.open_device("auto", self.parameters_on)
+        return device or HostDevice()
 
     def chunk_bytes(self, state_bytes: int, largest_element: int) -> int:
         """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes."""

@@ -71,6 +71,14 @@ class StepWork:
         new = frozenset(participants.keys() - binding.steps.keys())
         return cls(binding, participants, options, scratch, grad_scale, _advanced(binding, participants), new)
 
+    def admit(self, position: int, participant: Participant) -> None:
+        """Let one more parameter take part, before any chunk of its is used."""
+        count = self.binding.steps.get(position)
+        self.participants[position] = participant
+        self.steps[position] = step_count(participant.times + (0.0 if count is None else count.item()))
+        if count is None:
+            self.new |= {position}
+
     def order(self, chunks: Iterable[int]) -> list[int]:
         """Of chunks, in the order of this step, those to be run, a chunk as often as it is needed."""
         return [number for number in chunks if self._takes_part(self.binding.layout.chunks[number])]

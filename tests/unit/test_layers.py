@@ -20,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "join": ("flights", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
         *("rules", "kernels", "results", "members", "binding", "handed", "states", "state_view", "state_dicts"),
-        *("update", "failures", "normed", "held", "arrivals", "backward", "tiered", "optimizer"),
+        *("update", "failures", "normed", "held", "arrivals", "beside", "backward", "tiered", "optimizer"),
     ),
     "front": ("", "demo", "cli", "__main__"),
 }
