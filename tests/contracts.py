@@ -99,6 +99,16 @@ class DeviceContract:
         device.finish()
         assert torch.equal(slab.cpu(), torch.full((4096,), 6, dtype=torch.uint8))
 
+    def test_launched_work_begins_after_an_event_it_was_told_to_wait_for(self, device: Device) -> None:
+        stream = device.copy_stream("host-device")
+        slab = device.allocate(4096)
+        device.keep(slab)
+        stream.copy(slab, torch.full((4096,), 5, dtype=torch.uint8))
+        device.wait(stream.record())
+        device.launch(lambda: _add(slab, 1))
+        device.finish()
+        assert torch.equal(slab.cpu(), torch.full((4096,), 6, dtype=torch.uint8))
+
     def test_event_of_launched_work_comes_after_it(self, device: Device) -> None:
         slab = device.allocate(4096)
         device.launch(lambda: _fill(slab, 9))

@@ -419,6 +419,13 @@ class HonestDevice:
         self.schedule.tempt()
         return event
 
+    def wait(self, event: Event) -> None:
+        self._compute.wait(event)
+        self.schedule.tempt()
+
+    def keep(self, tensor: Tensor) -> None:
+        pass
+
     def finish(self) -> None:
         self.record().wait()
         error, self._compute.error = self._compute.error, None

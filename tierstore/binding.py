@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,10 +227,18 @@ class Binding:
         if chunks:
             self.run(list(chunks), (), use, is_step=False)
 
-    def run(self, order: Sequence[int], upcoming: Sequence[int], use: Use, *, is_step: bool) -> None:
+    def run(
+        self,
+        order: Sequence[int],
+        upcoming: Sequence[int],
+        use: Use,
+        *,
+        is_step: bool,
+        ready: Callable[[int], None] | None = None,
+    ) -> None:
         """Run chunks through the store; all launched work is done, or visible to what follows, at the end."""
         self._in_record = None
-        self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step)
+        self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step, ready=ready)
 
     def discard(self) -> None:
         """Make all state fresh, reading none of it; what went wrong with it no longer matters. May be repeated."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tierstore.calibrate import find_rates
-from tierstore.device import Device, host_for, open_device
+from tierstore.device import Device, HostDevice, host_for, open_device
 from tierstore.errors import PolicyError
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
@@ -78,7 +78,9 @@ class Plant:
     @property
     def order(self) -> str:
         """The order of updates, `auto` resolved."""
-        return "alternating" if self.policy.order == "auto" else self.policy.order
+        if self.policy.order != "auto":
+            return self.policy.order
+        return "fixed" if self.policy.update == "backward" else "alternating"
 
     def compute_tier(self, device: torch.device) -> str:
         """The tier in which the update of a parameter on `device` is computed.
@@ -115,6 +117,13 @@ class Plant:
         """Make the results of launched work visible to whoever uses the tensors next."""
         if self.gpu is not None:
             self.gpu.finish()
+
+    def device_of_gradients(self) -> Device:
+        """The device on whose streams the parameters' gradients are made."""
+        if self.gpu is not None:
+            return self.gpu
+        device = None if self.parameters_on is None else self.parts.open_device("auto", self.parameters_on)
+        return device or HostDevice()
 
     def chunk_bytes(self, state_bytes: int, largest_element: int) -> int:
         """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes."""

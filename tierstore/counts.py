@@ -30,6 +30,11 @@ class StepCounts(MutableMapping[int, Tensor]):
             self._numbers[position] = count.item()
         return self._numbers
 
+    def number(self, position: int) -> float | None:
+        """A count as it is now, which is not given out; None for a parameter without state."""
+        given = self._given.get(position)
+        return self._numbers.get(position) if given is None else given.item()
+
     def copy_of(self, position: int) -> Tensor:
         """A count as a tensor that nobody else has."""
         count = self._given.get(position)

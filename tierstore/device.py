@@ -85,6 +85,12 @@ class Device(Protocol):
     def record(self) -> Event:
         """Mark the point that all launched work leads to."""
 
+    def wait(self, event: Event) -> None:
+        """Let what this thread launches from now on begin after `event`."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hear that what this thread launches next reads a tensor of the device that another stream may give up."""
+
     def finish(self) -> None:
         """Make the results of launched work visible to whoever uses the tensors next, as torch's own ops would be.
 
@@ -143,6 +149,12 @@ class HostDevice:
 
     def record(self) -> Event:
         return _DoneEvent()
+
+    def wait(self, event: Event) -> None:
+        event.wait()
+
+    def keep(self, tensor: Tensor) -> None:
+        pass
 
     def finish(self) -> None:
         pass
@@ -224,6 +236,13 @@ class AcceleratorDevice:
 
     def record(self) -> Event:
         return self.record_on(self.module.current_stream(self.torch_device))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _AcceleratorEvent)  # what `record` gives
+        self.module.current_stream(self.torch_device).wait_event(event.event)
+
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(self.module.current_stream(self.torch_device))
 
     def record_on(self, stream: Any) -> Event:
         """Mark the point that all work queued on one of the device's streams leads to."""

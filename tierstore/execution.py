@@ -48,8 +48,19 @@ class Execution:
         self._sparing = Sparing()
         self._small_pages: tuple[list[tuple[int, int]], bool] = ([], False)  # of which memory, and what was found
 
-    def step(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
-        """Run a step's plan, on one core less where that is faster; return what that took and what it moved."""
+    def step(
+        self,
+        plan: Plan,
+        use: Use,
+        finish: Callable[[], None] | None = None,
+        ready: Callable[[int], None] | None = None,
+    ) -> StepStats:
+        """Run a step's plan, on one core less where that is faster; return what that took and what it moved.
+
+        Where uses wait to be `ready`, others compute meanwhile, and no core is taken from them.
+        """
+        if ready is not None:
+            return self.run(plan, use, finish, ready)
         with leaving_one_free() if self._sparing.is_on and self._uses_files(plan) else nullcontext():
             stats = self.run(plan, use, finish)
         self._sparing.hear(stats)
@@ -57,8 +68,17 @@ class Execution:
             return replace(stats, on_small_pages=self._lies_on_small_pages())
         return stats
 
-    def run(self, plan: Plan, use: Use, finish: Callable[[], None] | None = None) -> StepStats:
-        """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved."""
+    def run(
+        self,
+        plan: Plan,
+        use: Use,
+        finish: Callable[[], None] | None = None,
+        ready: Callable[[int], None] | None = None,
+    ) -> StepStats:
+        """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved.
+
+        Time in `ready`, which is called before each use and waits for what the use needs, counts as none of it.
+        """
         traffic, trace, began = self._traffic, self._traffic.trace, time.perf_counter()
         self.used = []
         traffic.read_wait_seconds = traffic.write_wait_seconds = 0.0
@@ -72,6 +92,10 @@ class Execution:
                 bytes_written += nbytes if action.destination in self._files else 0
                 traffic.issue(action, nbytes)
             else:
+                if ready is not None:
+                    paused = time.perf_counter()
+                    ready(action.chunk)
+                    began += time.perf_counter() - paused
                 self._use(action.chunk, use, trace)
         if finish is not None:
             finish()

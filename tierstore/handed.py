@@ -46,6 +46,11 @@ class Handed:
         tensor, mark = self._tensors.get(position, {}).get(name, (None, None))
         return tensor is not None and value is tensor and _mark(tensor) == mark
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has been given anything since the last step."""
+        return not any(self._tensors.values())
+
     def absorb(self) -> None:
         """Write back what was changed in place."""
         changed = {

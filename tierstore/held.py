@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from tierstore.binding import Binding, draw
 from tierstore.build import Parts
 from tierstore.device import may_still_move_to_accelerator
-from tierstore.errors import FailedStepError, LeaseError, StoreClosedError
+from tierstore.errors import BusyStoreError, FailedStepError, LeaseError, StoreClosedError
 from tierstore.guard import alone
 from tierstore.handed import Handed
 from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
@@ -51,6 +51,8 @@ class Held:
         self.views: Views = weakref.WeakValueDictionary()
         self.aside: dict[Tensor, dict[str, Any]] = {}
         """States of tensors that have left the groups: kept, as torch keeps them, until they are deleted or return."""
+        self.runner: threading.Thread | None = None
+        """The control thread of a run beside backward, until `step()`: nobody else may come near the state."""
         self._handed: Handed | None = None
         self._lock = threading.RLock()
         self._has_told = False  # what of the policy does not come to bear: once is enough
@@ -58,7 +60,23 @@ class Held:
 
     def alone(self) -> AbstractContextManager[None]:
         """Be the only thread inside, with signals deferred: nothing here is ever left half done by one."""
+        self.refuse_beside_backward()
         return alone(self._lock, "the optimizer")
+
+    def refuse_beside_backward(self) -> None:
+        """Raise BusyStoreError between a backward that updates parameters and the step that ends it."""
+        if self.runner is not None and threading.current_thread() is not self.runner:
+            raise BusyStoreError(
+                "backward has begun to update parameters and state (update: backward): call step() first, or "
+                "zero_grad() or load_state_dict() to give this step up"
+            )
+
+    def is_settled(self, groups: Groups) -> bool:
+        """Whether a run can use the binding as it is: nothing has changed, and nothing waits to be written first."""
+        if self.binding is None or self._handed is None or self._is_closed or self.pending is not None:
+            return False
+        is_clear = self._handed.is_empty and not any(self.knows(groups, parameter) for parameter in self.aside)
+        return is_clear and self.binding.is_current(groups)
 
     def check_fits(self, groups: Groups, with_state: WithState = NONE) -> None:
         """Find out before training whether all state will find room; later, for parameters that may still change.
@@ -100,7 +118,7 @@ class Held:
         Raises KeyError for what is no parameter. `is_written`: it must have room for state, even if it is frozen.
         """
         binding, handed = self.binding, self._handed
-        if binding is not None and handed is not None and self.pending is None and not self._is_closed:
+        if binding is not None and handed is not None and self.pending is None and not (self._is_closed or self.runner):
             position = binding.position.get(id(parameter))
             if position is not None and binding.is_current_at(position, groups, () if is_written else None):
                 return binding, handed, position

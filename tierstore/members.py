@@ -89,13 +89,19 @@ def sharded_like(parameter: Tensor, values: Tensor) -> Tensor:
     A collective unless they are sharded alike already (gradients under sequence parallelism are partial sums, say): all
     ranks call it for the same parameters in the same order.
     """
-    if type(parameter) in ORDINARY:
+    if is_sharded_like(parameter, values):
         return values
-    wanted, found = getattr(parameter, "_spec", None), getattr(values, "_spec", None)
-    if wanted is None or found is None or (wanted.placements, wanted.mesh) == (found.placements, found.mesh):
-        return values
+    wanted: Any = parameter._spec  # type: ignore[attr-defined]
     sharded: Tensor = values.to(parameter.device).redistribute(wanted.mesh, wanted.placements)  # type: ignore[attr-defined]
     return sharded
+
+
+def is_sharded_like(parameter: Tensor, values: Tensor) -> bool:
+    """Whether values of the parameter's shape need no collective to be sharded as the parameter is."""
+    if type(parameter) in ORDINARY:
+        return True
+    wanted, found = getattr(parameter, "_spec", None), getattr(values, "_spec", None)
+    return wanted is None or found is None or (wanted.placements, wanted.mesh) == (found.placements, found.mesh)
 
 
 def may_still_be_sharded(parameter: Tensor) -> bool:

@@ -176,6 +176,8 @@ class TierPolicy(_Section):
     chunk_size: ChunkSize = "auto"
     compute: Annotated[Literal["auto", "cpu", "device"], Choice()] = "auto"
     order: Annotated[Literal["auto", "alternating", "fixed"], Choice()] = "auto"
+    update: Annotated[Literal["step", "backward"], Choice()] = "step"
+    free_gradients: Switch = False
     check_parameters: Switch = True
     tiers: Tiers
     placement: Annotated[tuple[PlacementRule, ...], _ReadRules] = ()
@@ -210,6 +212,13 @@ class TierPolicy(_Section):
     def _select(self, tiers: object, name: str) -> Self:
         selection = Tiers(**{tier: getattr(self.tiers, tier) for tier in _selected(tiers, self.tiers.names, name)})
         return self._validate({**dict(self), "tiers": selection}, name)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.update == "backward" and self.order == "alternating":
+            allowed = "auto or fixed with update: backward, whose order is that in which gradients arrive"
+            raise ValidationError.from_exception_data("TierPolicy", [_problem(("order",), self.order, allowed)])
+        return self
 
     @model_validator(mode="after")
     def _check_placement(self) -> Self:

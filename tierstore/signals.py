@@ -11,7 +11,7 @@ import _signal  # type: ignore[import-not-found]  # `signal` makes enums of what
 import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -31,6 +31,7 @@ class _Deferral:
         self.depth = 0
         self.handlers: dict[int, Handler] = {}
         self.noted: list[int] = []
+        self.stand_in: threading.Thread | None = None
 
     def begin(self) -> None:
         for number in _DEFERRED:
@@ -89,8 +90,19 @@ class _Deferred(contextlib.AbstractContextManager[None]):
                 _deferral.end()
 
 
+@contextlib.contextmanager
+def standing_in(thread: threading.Thread) -> Iterator[None]:
+    """Let `thread` break off where the main thread would, which only waits for it meanwhile."""
+    before, _deferral.stand_in = _deferral.stand_in, thread
+    try:
+        yield
+    finally:
+        _deferral.stand_in = before
+
+
 def break_point() -> None:
     """Raise KeyboardInterrupt here if SIGINT has come twice while it was deferred."""
-    if _deferral.noted.count(signal.SIGINT) > 1 and threading.current_thread() is threading.main_thread():
+    may_break = threading.current_thread() in (threading.main_thread(), _deferral.stand_in)
+    if may_break and _deferral.noted.count(signal.SIGINT) > 1:
         _deferral.noted = [number for number in _deferral.noted if number != signal.SIGINT]
         raise KeyboardInterrupt

@@ -110,11 +110,13 @@ class ChunkStore(Guarded):
         *,
         finish: Callable[[], None] | None = None,
         is_step: bool = True,
+        ready: Callable[[int], None] | None = None,
     ) -> None:
         """Bring each chunk of `order` to where it is used and call `use(chunk, record, is_fresh)`, in that order.
 
         The record is zeroed if fresh; `use` launches its work on the tier's device and must not keep the tensor.
         `finish` is called last and belongs to the run: an error of launched work that it raises breaks the run off.
+        `ready(chunk)` is called before each use, and may wait or raise: the chunk then counts as not used.
         `upcoming` is the order expected next time; `is_step` counts the run in `stats().step`. Raises CapacityError
         before anything has moved, FailedStepError if an earlier run broke off.
         """
@@ -125,7 +127,7 @@ class ChunkStore(Guarded):
             self._move_room()
             plan = self._plan(order, upcoming)
             with self._running():
-                self._execute(plan, use, finish, is_step=is_step)
+                self._execute(plan, use, finish, ready, is_step=is_step)
 
     @contextlib.contextmanager
     def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
@@ -311,14 +313,20 @@ class ChunkStore(Guarded):
         return views
 
     def _execute(
-        self, plan: Plan, use: Use, finish: Callable[[], None] | None = None, *, is_step: bool = False
+        self,
+        plan: Plan,
+        use: Use,
+        finish: Callable[[], None] | None = None,
+        ready: Callable[[int], None] | None = None,
+        *,
+        is_step: bool = False,
     ) -> None:
         """Carry out a plan. A run that breaks off closes the store to further runs."""
         try:
             if is_step:
-                self._traffic.recorder.record_step(self._execution.step(plan, use, finish))
+                self._traffic.recorder.record_step(self._execution.step(plan, use, finish, ready))
             else:
-                self._execution.run(plan, use, finish)
+                self._execution.run(plan, use, finish, ready)
         except BaseException as error:
             self._break_off(self._execution.used, error)
             raise

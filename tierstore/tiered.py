@@ -8,19 +8,24 @@ a scheduler or a framework may do to a `torch.optim.Optimizer` works here too; `
 
 from __future__ import annotations
 
+import contextlib
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # what torch's optimizers use; torch.compiler.disable imports all of dynamo
 
+from tierstore.backward import InBackward
 from tierstore.binding import Binding
 from tierstore.build import Parts
 from tierstore.device import is_capturing
-from tierstore.errors import FailedStepError, PolicyError, StateDictError
+from tierstore.errors import PolicyError, StateDictError
+from tierstore.failures import tell_failure
 from tierstore.handed import Handed
 from tierstore.held import Held
 from tierstore.members import NONE, WithState, refuse_what_no_rule_updates
@@ -53,10 +58,19 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._refuse_what_cannot_be_honoured(self.defaults)
         _settle_arithmetic(self.defaults, *self.param_groups)
         self.check_fits(self.param_groups)
+        self._watch_gradients()
 
     def _begin(self, policy: TierPolicy) -> None:
         """Set what must be there before torch's constructor and `__setstate__` assign to `state`."""
         self._held = Held(self.rule, policy, self.parts)
+        self._backward: InBackward | None = None
+        if policy.update == "backward":
+            if isinstance(self.rule, NormedRule):
+                raise PolicyError(
+                    f"update: backward, but {self.rule.name} needs norms over whole parameters: use update: step"
+                )
+            this = weakref.ref(self)
+            self._backward = InBackward(self._held, lambda: getattr(this(), "param_groups", ()))
 
     # -- stepping -----------------------------------------------------------------------------------------------
 
@@ -77,18 +91,55 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{type(self).__name__}.step() reads and writes files: it cannot be captured in a CUDA graph"
             )
-        with self._held.alone():
+        with self._ended_backward() as early, self._held.alone():
             taking_part, again = self._taking_part()
+            if early is not None:
+                for position in early.participants:
+                    taking_part.pop(id(early.binding.members[position].parameter), None)
             if taking_part and not self._is_skipped():
-                self._step(taking_part, again)
+                self._step(taking_part, again, early)
+        self._watch_gradients()
         return loss
 
-    def _step(self, taking_part: Mapping[int, Tensor], again: Counter[int]) -> None:
+    def _ended_backward(self) -> AbstractContextManager[StepWork | None]:
+        """End a run beside backward, and get what it did; see `InBackward.ended`."""
+        return contextlib.nullcontext() if self._backward is None else self._backward.ended(self)
+
+    def _watch_gradients(self) -> None:
+        if self._backward is not None:
+            self._backward.watch(self.param_groups)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Inside, backwards only add to gradients. For all but the last one of a step, where the policy says `update:
+        backward`, with which the last one updates parameters; without it this does nothing.
+
+        Raises RuntimeError if a backward outside came before and `step()` has not been called since.
+        """
+        return contextlib.nullcontext() if self._backward is None else self._backward.paused()
+
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Before `step()` it gives up a step that was to follow a backward (`update: backward`).
+
+        Raises FailedStepError if that backward has updated parameters already.
+        """
+        error = None if self._backward is None else self._backward.give_up()
+        super().zero_grad(set_to_none)
+        if error is not None:
+            raise error
+
+    def _step(self, taking_part: Mapping[int, Tensor], again: Counter[int], early: StepWork | None) -> None:
         binding, handed = self._held.bound_inside(self.param_groups)
+        if binding.policy.free_gradients and again:
+            names = binding.names_of(binding.position[key] for key in again)
+            raise PolicyError(
+                f"free_gradients: true, but a group holds a parameter more than once ({names}), and its gradient would "
+                f"be needed again: list it once, or leave free_gradients out"
+            )
         handed.absorb()
         try:
             participants = participants_of(binding, taking_part, again)
-            self._update(participants, binding)
+            self._update(participants, binding, early)
         finally:
             handed.forget()  # if the step broke off, what was handed out is no longer what the store holds
 
@@ -122,39 +173,27 @@ class TieredOptimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _update(self, participants: Mapping[int, Participant], binding: Binding) -> None:
-        """Run the chunks of all participants through the store."""
+    def _update(self, participants: dict[int, Participant], binding: Binding, early: StepWork | None) -> None:
+        """Run the chunks of all participants through the store; `early` was updated beside backward."""
         work_type = NormedWork if isinstance(self.rule, NormedRule) else StepWork
         scratch, grad_scale = self._held.scratch, getattr(self, "grad_scale", None)
         work = work_type.of(binding, participants, self.param_groups, scratch, grad_scale)
         chunks = [chunk.number for chunk in binding.layout.chunks]
+        if self._backward is not None:
+            chunks = self._backward.order_of(binding)
         is_alternating = binding.plant.order == "alternating"
         if self._held.is_reversed and is_alternating:
             chunks.reverse()
         order = work.order(chunks)
         turns_round = is_alternating and len(order) < 1.5 * len(set(order))  # else most of it has come back already
         try:
-            binding.run(order, chunks[::-1] if turns_round else chunks, work.use, is_step=True)
+            binding.run(order, chunks[::-1] if turns_round else chunks, work.use, is_step=early is None)
             work.update_stateless()
         except BaseException as error:
-            self._tell_failure(binding, work, error)
+            tell_failure(binding, [work] if early is None else [early, work], error)
             raise
         work.count()
         self._held.is_reversed ^= turns_round
-
-    def _tell_failure(self, binding: Binding, work: StepWork, error: BaseException) -> None:
-        """If anything was updated before the error, say which parameters, and refuse steps until state is loaded."""
-        touched = work.touched(binding.store.broken_off or ())
-        if isinstance(error, FailedStepError) or (binding.store.broken_off is None and not touched):
-            return
-        done, part = sorted(touched & work.finished), sorted(touched - work.finished)
-        story = (
-            f"parameters and state no longer belong to one step. Updated: {binding.names_of(done)}; in part: "
-            f"{binding.names_of(part)}; all others not. Load parameters and optimizer state from a checkpoint: "
-            f"load_state_dict() allows steps again"
-        )
-        binding.store.fail(f"an earlier step broke off ({error}), so {story}")
-        error.add_note(f"this step broke off, so {story}")
 
     # -- binding ------------------------------------------------------------------------------------------------
 
@@ -192,6 +231,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        self._give_up_backward()
         pending = {parameter: unwrap(state) for parameter, state in states.items()}
         if pending:  # torch's constructor resets the state before there are groups
             check_states(self.rule, self.param_groups, pending)
@@ -232,6 +272,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(state_dict, Mapping):
             raise StateDictError(f"a state dict is a mapping, and this is a {type(state_dict).__name__}")
+        self._give_up_backward()
         with self._held.alone():
             handle = self.register_load_state_dict_pre_hook(check_and_wrap)
             try:
@@ -243,6 +284,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group may carry `tier`, one of gpu, cpu and nvme."""
+        self._held.refuse_beside_backward()
         if isinstance(param_group, dict):  # else torch says what is wrong
             self._refuse_what_cannot_be_honoured(param_group)
             if param_group.get("foreach"):  # what a group asks for comes before the defaults, which have been settled
@@ -260,6 +302,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
         _settle_arithmetic(group)
+        self._watch_gradients()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: self.__dict__[name] for name in _KEPT if name in self.__dict__}
@@ -279,6 +322,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         _settle_arithmetic(*self.param_groups)
         if values is not None:
             self.state = values
+        self._watch_gradients()
 
     def _materialised(self) -> dict[Tensor, dict[str, Any]]:
         if not self.has_state():
@@ -301,7 +345,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give back memory, files and threads; the state is gone. Idempotent."""
+        if self._backward is not None:
+            self._backward.close()
         self._held.close()
+
+    def _give_up_backward(self) -> None:
+        """Let go of what a backward has begun, as all state will be replaced."""
+        if self._backward is not None:
+            self._backward.give_up()
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -76,14 +76,14 @@ class StepWork:
     """One step's gradients and options, and how a chunk is updated with them."""
 
     binding: Binding
-    participants: Mapping[int, Participant]
+    participants: dict[int, Participant]
     options: list[Any]  # of each group
     scratch: Scratch
     grad_scale: Tensor | None
     steps: dict[int, Tensor]  # what the step counts will be
     new: frozenset[int]  # those that have no state yet
-    takes_any_shape: list[bool]  # of each group: whether the formula goes by memory alone
     begun: set[int] = field(default_factory=set)  # of those without state
+    kept: frozenset[int] = frozenset()  # those whose gradients stay until somebody lets go of them
     finished: set[int] = field(default_factory=set)
     _flat: dict[int, _Flat] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class StepWork:
     def of(
         cls,
         binding: Binding,
-        participants: Mapping[int, Participant],
+        participants: dict[int, Participant],
         groups: Sequence[Mapping[str, Any]],
         scratch: Scratch,
         grad_scale: Tensor | None,
@@ -100,8 +100,20 @@ class StepWork:
         options = [binding.rule.options(group) for group in groups]
         before = binding.steps.numbers()
         new, steps = frozenset(participants.keys() - before.keys()), _advanced(before, participants)
-        takes_any_shape = [binding.rule.takes_any_shape(one) for one in options]
-        return cls(binding, participants, options, scratch, grad_scale, steps, new, takes_any_shape)
+        return cls(binding, participants, options, scratch, grad_scale, steps, new)
+
+    @cached_property
+    def takes_any_shape(self) -> list[bool]:
+        """Of each group, whether the formula goes by memory alone."""
+        return [self.binding.rule.takes_any_shape(one) for one in self.options]
+
+    def admit(self, position: int, participant: Participant) -> None:
+        """Let one more parameter take part, before any chunk of its is used."""
+        count = self.binding.steps.number(position)
+        self.participants[position] = participant
+        self.steps[position] = step_count(participant.times + (count or 0.0))
+        if count is None:
+            self.new |= {position}
 
     def order(self, chunks: Iterable[int]) -> list[int]:
         """Of chunks, in the order of this step, those to be run, a chunk as often as it is needed."""
@@ -130,6 +142,10 @@ class StepWork:
         for chunk in self.binding.stateless:
             self.begun |= self.participants.keys() & {span.parameter for span in chunk.spans}
             self._update(chunk, {})
+        if self.binding.policy.free_gradients:
+            for position, participant in self.participants.items():
+                if not participant.parameter.numel():  # in no chunk, and nothing to update
+                    self._finish(position)
 
     def count(self) -> None:
         """Count the step, which is done, in every participant that has something to show for it."""
@@ -164,7 +180,7 @@ class StepWork:
             if alike.is_new and alike.turn == 0:
                 begin(pieces)
             self._apply(self._in_turn(pieces, chunk, alike, numbers), alike.group, is_first=alike.is_first)
-        if not self._flat:  # all were updated as they are, whole
+        if not self._flat and not self.binding.policy.free_gradients:  # all were updated as they are, whole
             self.finished.update(span.parameter for span in chunk.spans if span.parameter in self.participants)
             return
         for span in chunk.spans:
@@ -257,7 +273,18 @@ class StepWork:
                 return
             flat.put_back()
             del self._flat[span.parameter]
-        self.finished.add(span.parameter)
+        self._finish(span.parameter)
+
+    def _finish(self, position: int) -> None:
+        self.finished.add(position)
+        if self.binding.policy.free_gradients and position not in self.kept:
+            self.let_go(position)
+
+    def let_go(self, position: int) -> None:
+        """Drop a parameter's gradient, here and where it came from; its dtype and device may still be asked for."""
+        participant = self.participants[position]
+        self.participants[position] = participant._replace(gradient=participant.gradient.new_empty(0))
+        self.binding.members[position].parameter.grad = None
 
 
 class _Alike(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import torch
 from tests.simulator import Simulation
 from tierstore import TieredAdamW
 from tierstore.errors import BusyStoreError, FailedStepError
-from tierstore.signals import break_point, deferred
+from tierstore.signals import break_point, deferred, standing_in
 
 POLICY = {"chunk_size": "16KiB", "tiers": {"cpu": {"capacity": "64KiB"}, "nvme": {}}}
 
@@ -191,3 +192,23 @@ def test_a_store_called_from_within_its_own_run_says_so() -> None:
 
     simulation.store.run(range(6), (), use)
     simulation.store.check()
+
+
+@pytest.mark.parametrize("stands_in", [True, False])
+def test_a_second_interrupt_breaks_off_the_thread_that_the_main_one_waits_for(stands_in: bool) -> None:
+    broken_off = []
+
+    def work() -> None:
+        try:
+            break_point()
+        except KeyboardInterrupt:
+            broken_off.append(True)
+
+    thread = threading.Thread(target=work)
+    with contextlib.suppress(KeyboardInterrupt), deferred():  # which is still heard where nobody broke off
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        with standing_in(thread) if stands_in else contextlib.nullcontext():
+            thread.start()
+            thread.join()
+    assert broken_off == [True] * stands_in

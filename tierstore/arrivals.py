@@ -1,0 +1,97 @@
+"""Hooks on parameters, and what they heard: which gradients backward has finished, and what these were then.
+
+A hook is called on autograd's thread, once for each parameter and backward, when its gradient is whole. What is noted
+here decides nothing and touches no state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from tierstore.device import Device, Event
+
+Handles = dict[int, tuple[weakref.ref[Tensor], RemovableHandle]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A gradient that was whole when it was noted, and the point in its stream from which on it is."""
+
+    parameter: Tensor
+    gradient: weakref.ref[Tensor]
+    version: int
+    event: Event | None
+
+    @classmethod
+    def of(cls, parameter: Tensor, device: Device | None) -> Arrival:
+        """Note a parameter's gradient, on the thread and stream that made it."""
+        assert parameter.grad is not None
+        event = None if device is None else device.record()
+        return cls(parameter, weakref.ref(parameter.grad), _version_of(parameter.grad), event)
+
+    def is_there(self) -> bool:
+        """Whether the parameter still has this gradient, with whatever values."""
+        return self.parameter.grad is not None and self.gradient() is self.parameter.grad
+
+    def is_unchanged(self) -> bool:
+        """Whether the parameter still has this gradient, and nobody has changed it in place."""
+        gradient = self.parameter.grad
+        return gradient is not None and self.is_there() and _version_of(gradient) == self.version
+
+
+class Hooks:
+    """Hooks on parameters that call one method, as long as its object lives; they go when this does.
+
+    torch copies and pickles none of them with a parameter.
+    """
+
+    def __init__(self, heard: Callable[[Tensor], None]) -> None:
+        method = weakref.WeakMethod(heard)
+
+        def hook(parameter: Tensor) -> None:
+            hear = method()
+            if hear is not None:
+                hear(parameter)
+
+        self._hook = hook
+        self._handles: Handles = {}
+        self._end = weakref.finalize(self, _take_off, self._handles)
+        self._end.atexit = False
+
+    def put_on(self, parameters: Iterable[Tensor]) -> None:
+        """Be on exactly these parameters, as far as they can have gradients now."""
+        wanted = {id(p): p for p in parameters if p.requires_grad and p.is_leaf}
+        for key, (parameter, handle) in list(self._handles.items()):
+            if key not in wanted or parameter() is not wanted[key]:
+                handle.remove()
+                del self._handles[key]
+        for key, wants in wanted.items():
+            if key not in self._handles:
+                handle = wants.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
+                self._handles[key] = (weakref.ref(wants), handle)
+
+    def take_off(self) -> None:
+        """Be on no parameter any more."""
+        _take_off(self._handles)
+
+
+def current_backward() -> int:
+    """A number for the call of backward that this thread works for, another one for each; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def _version_of(gradient: Tensor) -> int:
+    """How often a gradient was changed in place; a DTensor counts in its local part."""
+    return int(getattr(gradient, "_local_tensor", gradient)._version)
+
+
+def _take_off(handles: Handles) -> None:
+    while handles:
+        _, (_, handle) = handles.popitem()
+        handle.remove()
