@@ -1,42 +1,95 @@
-"""Measures what `import tierstore`, and `from tierstore import TieredAdamW`, cost over `import torch`.
+"""What `import tierstore`, and `from tierstore import TieredAdamW`, cost over `import torch`.
 
-`python -m benchmarks.import_cost` starts fresh processes in turn and prints medians of seconds and resident bytes.
+Fresh processes in turn, each of which must have got the module it asked for. The limits are those of the architecture:
+100 ms and 10 MiB for `import tierstore`.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
+import json as json_
 import subprocess
 import sys
+from dataclasses import dataclass
+
+from benchmarks.harness import (
+    Check,
+    Column,
+    Json,
+    Quick,
+    Report,
+    Rounds,
+    Table,
+    VerificationError,
+    command,
+    environment,
+    interleave,
+    median,
+    publish,
+)
 
 PROBE = """
-import json, time
+import json, sys, time
 import torch, torch.distributed
 rss = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096
 before, began = rss(), time.perf_counter()
 {statement}
-print(json.dumps([time.perf_counter() - began, rss() - before]))
+print(json.dumps([time.perf_counter() - began, rss() - before, 'tierstore' in sys.modules]))
 """
 STATEMENTS = ("import tierstore", "from tierstore import TieredAdamW")
+LIMIT_SECONDS, LIMIT_BYTES = 0.1, 10 << 20
 
 
-def measure(statement: str) -> tuple[float, int]:
-    """Run a statement after torch in a fresh process; return its seconds and resident bytes."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one statement, once, over torch."""
+
+    seconds: float
+    bytes: int
+
+
+def measure(rounds: int) -> Report:
+    """Run every statement `rounds` times."""
+    found = interleave({statement: lambda s=statement: _cost_of(s) for statement in STATEMENTS}, rounds)  # type: ignore[misc]
+    seconds = {statement: median([cost.seconds for cost in costs]) for statement, costs in found.items()}
+    nbytes = {statement: median([cost.bytes for cost in costs]) for statement, costs in found.items()}
+    rows = [{"statement": name, "seconds": seconds[name], "bytes": nbytes[name]} for name in STATEMENTS]
+    plain = STATEMENTS[0]
+    columns = (
+        Column("statement", "statement, after torch"),
+        Column("seconds", "time", "seconds"),
+        Column("bytes", "memory", "bytes"),
+    )
+    return Report(
+        benchmark="import_cost",
+        question="what does importing tierstore add to importing torch?",
+        options={"rounds": rounds},
+        environment=environment(),
+        tables=(Table(f"medians of {rounds} fresh processes each", columns, tuple(rows)),),
+        verified=f"each of {rounds * len(STATEMENTS)} processes had the module loaded when its clock stopped",
+        checks=(
+            _check("time of `import tierstore`", seconds[plain] * 1e3, LIMIT_SECONDS * 1e3, "ms"),
+            _check("memory of `import tierstore`", nbytes[plain] / 2**20, LIMIT_BYTES / 2**20, "MiB"),
+        ),
+    )
+
+
+def main(rounds: Rounds = 7, quick: Quick = False, json: Json = None) -> None:
+    """What does importing tierstore add to importing torch?"""
+    publish(measure(1 if quick else rounds), json=json)
+
+
+def _cost_of(statement: str) -> Cost:
     code = PROBE.format(statement=statement)
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    seconds, nbytes = json.loads(result.stdout)
-    return seconds, nbytes
+    seconds, nbytes, is_loaded = json_.loads(result.stdout)
+    if not is_loaded:
+        raise VerificationError(f"{statement!r} did not load tierstore")
+    return Cost(seconds, nbytes)
 
 
-def main(rounds: int = 7) -> None:
-    """Print the medians."""
-    runs = {statement: [measure(statement) for _ in range(rounds)] for statement in STATEMENTS}
-    for statement, figures in runs.items():
-        seconds = statistics.median(run[0] for run in figures)
-        nbytes = statistics.median(run[1] for run in figures)
-        print(f"{statement:40} {seconds * 1e3:7.1f} ms  {nbytes / 2**20:6.1f} MiB over torch")
+def _check(claim: str, seen: float, limit: float, unit: str) -> Check:
+    return Check(claim, f"at most {limit:.0f} {unit}", f"{seen:.1f} {unit}", seen <= limit)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -1,0 +1,36 @@
+"""What all benchmarks share: the command line, the raw device, rounds, what is recorded, how it is shown.
+
+A benchmark is a module with a `measure(...) -> Report` that verifies what it moved, and a `main` that takes the options
+defined in `command`, measures, and publishes the report.
+"""
+
+from benchmarks.harness.command import Folders, Json, Plot, Quick, Rounds, command, folders_of, publish
+from benchmarks.harness.environment import environment
+from benchmarks.harness.pattern import VerificationError, fill, verify
+from benchmarks.harness.rawdevice import RawDevice, Sample
+from benchmarks.harness.report import Check, Column, Report, Table
+from benchmarks.harness.rounds import interleave, median, ratio
+
+__all__ = [
+    "Check",
+    "Column",
+    "Folders",
+    "Json",
+    "Plot",
+    "Quick",
+    "RawDevice",
+    "Report",
+    "Rounds",
+    "Sample",
+    "Table",
+    "VerificationError",
+    "command",
+    "environment",
+    "fill",
+    "folders_of",
+    "interleave",
+    "median",
+    "publish",
+    "ratio",
+    "verify",
+]

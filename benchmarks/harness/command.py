@@ -1,0 +1,91 @@
+"""The command line that every benchmark has, and what becomes of its report.
+
+`--json` without a file writes a dated file under benchmarks/results; `--json -` writes to standard output, and all else
+goes to standard error. A benchmark that cannot verify what it moved ends with status 1 and writes nothing.
+"""
+
+from __future__ import annotations
+
+import json as json_
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.harness.pattern import VerificationError
+from benchmarks.harness.report import Report
+from benchmarks.harness.show import print_report
+
+DATED = "dated"
+STDOUT = "-"
+
+Json = Annotated[
+    str | None,
+    typer.Option(metavar="[FILE]", help="Write the report: to a dated file in benchmarks/results, to FILE, or to -."),
+]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the figures (PNG, SVG or PDF; needs matplotlib).")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Kilobytes: shows that it runs; the figures mean nothing.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians.")]
+Folders = Annotated[
+    list[Path] | None,
+    typer.Option("--folder", metavar="FOLDER", help="Where swap files go; more than once for several paths."),
+]
+
+
+def folders_of(given: Sequence[Path] | None) -> list[Path]:
+    """The folders given, or those of $TIERSTORE_SWAP, or the temporary folder. Raises typer.BadParameter."""
+    named = [Path(part) for part in os.environ.get("TIERSTORE_SWAP", "").split(os.pathsep) if part]
+    folders = list(given or named or [Path(tempfile.gettempdir())])
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing:
+        raise typer.BadParameter(f"not a folder: {', '.join(missing)}", param_hint="--folder")
+    return folders
+
+
+def command(main: Callable[..., None], arguments: Sequence[str] | None = None) -> None:
+    """Run a benchmark's `main` with the options of the command line, or with `arguments`, in this process."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        app(args=_completed(given), standalone_mode=arguments is None)
+    except VerificationError as error:
+        if arguments is not None:
+            raise
+        print(f"error: what was moved is not what arrived, so nothing was measured: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def publish(
+    report: Report, *, json: str | None, plot: Path | None = None, draw: Callable[[Report], Any] | None = None
+) -> None:
+    """Print the report, write it, and draw it."""
+    plain = report.to_dict()
+    console = Console(file=sys.stderr if json == STDOUT else sys.stdout, emoji=False, highlight=False)
+    print_report(console, report)
+    if json == STDOUT:
+        print(json_.dumps(plain, indent=1))
+    elif json is not None:
+        path = report.dated_path() if json == DATED else Path(json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json_.dumps(plain, indent=1) + "\n")
+        console.print(f"written: {path}", soft_wrap=True)
+    if plot is not None and draw is not None:
+        draw(report).savefig(plot)
+        console.print(f"drawn: {plot}", soft_wrap=True)
+
+
+def _completed(arguments: Sequence[str]) -> list[str]:
+    """Give a bare `--json` its meaning."""
+    completed = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        is_bare = argument == "--json" and following != STDOUT and following.startswith("-")
+        completed.append(f"--json={DATED}" if is_bare else argument)
+    return completed

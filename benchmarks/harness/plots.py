@@ -1,0 +1,40 @@
+"""One look for all plots. matplotlib (`pip install -e '.[bench]'`) is imported only when something is drawn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+"""Paul Tol's bright scheme: told apart by all eyes, and in print."""
+
+
+def figure(
+    title: str, *, rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.5
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure with a title and its axes, row by row, in the look of all plots. Raises ImportError."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install -e '.[bench]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from cycler import cycler
+
+    style: Any = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=COLOURS),
+        "font.size": 9,
+        "legend.frameon": False,
+    }
+    with plt.rc_context(style):
+        drawn, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False, dpi=120)
+    drawn.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    return drawn, list(axes.flat)
