@@ -159,19 +159,24 @@ def fio_rates(folder: Path, kind: Kind, request_bytes: int, depth: int, nbytes: 
     """What fio measures for the same requests, after it has checked what it wrote; None where it is not installed."""
     if shutil.which("fio") is None:
         return None
+    mode = {"read": "read", "write": "write", "mixed": "rw"}[kind]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         common = ["fio", "--name=raw", f"--filename={place}/file", f"--size={nbytes}", f"--bs={request_bytes}"]
-        common += [f"--iodepth={depth}", "--ioengine=libaio", "--direct=1", "--output-format=json", "--mem=mmaphuge"]
-        common[-1:] = ["--thread"]
-        prepare = [*common, "--rw=write", "--verify=crc32c", "--do_verify=1"]
-        subprocess.run(prepare, check=True, capture_output=True)
-        mode = {"read": "read", "write": "write", "mixed": "rw"}[kind]
-        found = subprocess.run([*common, f"--rw={mode}"], check=True, capture_output=True, text=True)
-    job = loads(found.stdout)["jobs"][0]
+        common += [f"--iodepth={depth}", "--ioengine=libaio", "--direct=1", "--thread", "--output-format=json"]
+        _run_fio([*common, "--rw=write", "--verify=crc32c", "--do_verify=1"])
+        found = _run_fio([*common, f"--rw={mode}"])
+    moved = found["read"]["io_bytes"] + found["write"]["io_bytes"]
+    milliseconds = max(1, found["read"]["runtime"], found["write"]["runtime"])
+    return {"gb_per_s": moved / milliseconds / 1e6, "bytes": moved}
+
+
+def _run_fio(command: Sequence[str]) -> Any:
+    """Run fio with its buffers on huge pages, where the C library can be told so; answer what it says of its job."""
+    here = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    job = loads(subprocess.run(command, check=True, capture_output=True, text=True, env=here).stdout)["jobs"][0]
     if job["error"]:
-        raise OSError(job["error"], f"fio {kind} failed: {os.strerror(job['error'])}")
-    moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
-    return {"gb_per_s": moved / (job["job_runtime"] / 1e3) / 1e9, "bytes": moved}
+        raise OSError(job["error"], f"fio failed: {os.strerror(job['error'])}")
+    return job
 
 
 def _in_threads(work: Callable[[], None], count: int, errors: list[BaseException]) -> None:

@@ -6,15 +6,16 @@ A ratio is the median of the rounds' ratios, not the ratio of two medians.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
+Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-def interleave(contenders: Mapping[str, Callable[[], Value]], rounds: int) -> dict[str, list[Value]]:
+def interleave(contenders: Mapping[Key, Callable[[], Value]], rounds: int) -> dict[Key, list[Value]]:
     """Run all contenders `rounds` times, every other round backwards; answer what each returned, round by round."""
-    found: dict[str, list[Value]] = {name: [] for name in contenders}
+    found: dict[Key, list[Value]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in list(contenders)[:: -1 if number % 2 else 1]:
             found[name].append(contenders[name]())

@@ -10,6 +10,16 @@ from rich.table import Table as RichTable
 
 from benchmarks.harness.report import Check, Column, Report, Table
 
+_RAW = (
+    Column("kind", "raw"),
+    Column("request", "requests", "bytes"),
+    Column("in_flight", "in flight"),
+    Column("paths", "paths"),
+    Column("gb_per_s", "GB/s", ".2f"),
+    Column("p50", "p50", "seconds"),
+    Column("p99", "p99", "seconds"),
+    Column("cpu_s_per_gb", "CPU s/GB", ".3f"),
+)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -35,14 +45,11 @@ def print_report(console: Console, report: Report) -> None:
     console.print(f"[bold]{report.benchmark}[/bold]: {report.question}")
     for line in surroundings(report):
         console.print(line, style="dim")
-    for table in report.tables:
+    for table in all_tables(report):
         console.print()
         console.print(_rich(table))
         if table.note:
             console.print(table.note, style="dim")
-    if report.checks:
-        console.print()
-        console.print(_rich(checks_table(report.checks)))
     console.print()
     console.print(f"verified: {report.verified}")
     for note in report.notes:
@@ -69,12 +76,19 @@ def surroundings(report: Report) -> Iterator[str]:
             f"swap: {place.get('filesystem')} ({place.get('mount_options')}) on {place.get('disk', 'no disk')}"
             f"{' ' + place['model'] if 'model' in place else ''}, {place.get('free_gb')} GB free"
         )
-    for entry in report.raw:
-        yield "raw device: " + ", ".join(f"{key} {_short(value)}" for key, value in entry.items())
 
 
-def checks_table(checks: tuple[Check, ...]) -> Table:
-    """The figures to reach as a table."""
+def all_tables(report: Report) -> Iterator[Table]:
+    """The raw device, the benchmark's own tables, and the figures to reach."""
+    if report.raw:
+        present = [column for column in _RAW if any(column.key in entry for entry in report.raw)]
+        yield Table("the raw device, in the same minutes", tuple(present), report.raw)
+    yield from report.tables
+    if report.checks:
+        yield _checks(report.checks)
+
+
+def _checks(checks: tuple[Check, ...]) -> Table:
     words = {True: "reached", False: "MISSED", None: "not tried"}
     rows: list[Mapping[str, Any]] = [
         {"claim": c.claim, "target": c.target, "seen": c.seen, "holds": words[c.holds]} for c in checks
@@ -106,10 +120,6 @@ def _cell(row: Mapping[str, Any], column: Column) -> str:
 
 def _is_text(table: Table, column: Column) -> bool:
     return any(isinstance(row.get(column.key), str) for row in table.rows)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _bytes(value: float) -> str:
