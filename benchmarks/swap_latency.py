@@ -38,7 +38,7 @@ from benchmarks.harness import (
     ratio,
 )
 from benchmarks.harness.load import Load
-from benchmarks.harness.plots import figure
+from benchmarks.harness.plots import COLOURS, figure, plain_numbers
 from benchmarks.harness.rawdevice import Kind, fio_rates
 from benchmarks.harness.rounds import percentile
 from benchmarks.harness.routes import Stage, policy_for
@@ -240,7 +240,7 @@ def _described(point: Point) -> dict[str, Any]:
         "route": "->".join(point.route),
         "chunk size": point.chunk,
         "depth": point.depth,
-        "engine": point.engine,
+        "engine": f"{point.engine}, buffered" if point.engine == "aiofiles" else point.engine,
         "beside": point.beside,
         "paths": point.paths,
     }
@@ -293,6 +293,7 @@ def _notes(paths: int) -> Iterator[str]:
         yield "gpu is host memory here, which stands in for an accelerator: its rates are those of a copy in memory"
     if paths == 1:
         yield "two paths are two folders on one disk: name a folder on each disk with --folder to see their sum"
+    yield "aiofiles is buffered: what it reads may come from the page cache, and what it writes may still be there"
     yield "of raw: beside as many bytes in flight by preadv and pwritev alone; between memory tiers, by torch's copy_"
 
 
@@ -301,43 +302,42 @@ def draw(report: Report) -> Figure:
     by = {varied: table.rows for varied, table in zip(_TITLES, report.tables, strict=True)}
     drawn, axes = figure("Swap latency and rate by route", rows=2, columns=2, width=10, height=7)
     _lines(axes[0], by["chunk size"], "chunk size", "gb_per_s")
-    axes[0].set(title="rate by chunk size", xlabel="chunk size, MiB", ylabel="GB/s")
+    axes[0].set(title="rate by chunk size", xlabel="chunk size, MiB", ylabel="GB/s", ylim=(0, None))
     _lines(axes[1], by["depth"], "depth", "gb_per_s")
-    _raw_lines(axes[1], report)
-    axes[1].set(title="rate by chunks in flight", xlabel="chunks in flight", ylabel="GB/s")
+    for kind in ("read", "write"):
+        best = max(entry["gb_per_s"] for entry in report.raw if entry["kind"] == kind)
+        colour = _COLOUR_OF["nvme->cpu" if kind == "read" else "cpu->nvme"]
+        axes[1].axhline(best, linestyle="--", linewidth=1, color=colour, label=f"raw {kind}, best")
+    axes[1].set(title="rate by chunks in flight", xlabel="chunks in flight", ylabel="GB/s", ylim=(0, None))
     _lines(axes[2], by["depth"], "depth", "p50", band=("p50", "p99"))
     axes[2].set(title="latency by chunks in flight, p50 to p99", xlabel="chunks in flight", ylabel="ms", yscale="log")
     _lines(axes[3], by["chunk size"], "chunk size", "cpu_s_per_gb")
-    axes[3].set(title="CPU time by chunk size", xlabel="chunk size, MiB", ylabel="CPU seconds per GB", yscale="log")
+    axes[3].set(title="CPU time by chunk size", xlabel="chunk size, MiB", ylabel="CPU seconds per GB", ylim=(0, None))
     for axis in axes:
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    for axis in axes[:3]:
+        plain_numbers(axis.xaxis)
         axis.legend(fontsize=8)
+    plain_numbers(axes[2].yaxis)
     return drawn
+
+
+_COLOUR_OF = dict(zip(("nvme->cpu", "cpu->nvme", "cpu->gpu", "gpu->cpu"), COLOURS, strict=False))
 
 
 def _lines(
     axis: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, *, band: tuple[str, str] | None = None
 ) -> None:
     """One line per route that has more than one point."""
-    for number, route in enumerate(dict.fromkeys(row["route"] for row in rows)):
+    for route, colour in _COLOUR_OF.items():
         own = [row for row in rows if row["route"] == route]
-        if len(own) < 2:
+        if not own:
             continue
         scale = 1e3 if y.startswith("p") else 1.0
         xs = [row[x] / 2**20 if x == "chunk size" else row[x] for row in own]
-        axis.plot(xs, [row[y] * scale for row in own], marker="o", label=route)
+        axis.plot(xs, [row[y] * scale for row in own], marker="o", label=route, color=colour)
         if band is not None:
             low, high = ([row[name] * scale for row in own] for name in band)
-            axis.fill_between(xs, low, high, alpha=0.15, color=f"C{number}")
-
-
-def _raw_lines(axis: Axes, report: Report) -> None:
-    for number, kind in enumerate(("read", "write")):
-        best = max((entry["gb_per_s"] for entry in report.raw if entry["kind"] == kind), default=None)
-        if best is not None:
-            axis.axhline(best, linestyle="--", linewidth=1, color=f"C{number}", label=f"raw {kind}, best")
+            axis.fill_between(xs, low, high, alpha=0.15, color=colour)
 
 
 if __name__ == "__main__":

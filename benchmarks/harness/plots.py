@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
@@ -38,3 +39,15 @@ def figure(
         drawn, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False, dpi=120)
     drawn.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return drawn, list(axes.flat)
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Write the numbers of a logarithmic axis as people do, and only so many that each can be read."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    low, high = axis.get_view_interval()
+    if high / low < 100:
+        axis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else ""))
+    else:
+        axis.set_minor_formatter(NullFormatter())
