@@ -4,7 +4,7 @@ A benchmark is a module with a `measure(...) -> Report` that verifies what it mo
 defined in `command`, measures, and publishes the report.
 """
 
-from benchmarks.harness.command import Folders, Json, Plot, Quick, Rounds, command, folders_of, publish
+from benchmarks.harness.command import Folders, Json, Plot, Quick, Rounds, bytes_of, command, folders_of, publish
 from benchmarks.harness.environment import environment
 from benchmarks.harness.pattern import VerificationError, fill, verify
 from benchmarks.harness.rawdevice import RawDevice, Sample
@@ -24,6 +24,7 @@ __all__ = [
     "Sample",
     "Table",
     "VerificationError",
+    "bytes_of",
     "command",
     "environment",
     "fill",

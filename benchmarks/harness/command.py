@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
 from benchmarks.harness.pattern import VerificationError
@@ -47,6 +48,14 @@ def folders_of(given: Sequence[Path] | None) -> list[Path]:
     if missing:
         raise typer.BadParameter(f"not a folder: {', '.join(missing)}", param_hint="--folder")
     return folders
+
+
+def bytes_of(size: str) -> int:
+    """Read a size such as 8MiB, as policies write it. Raises typer.BadParameter."""
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(size))
+    except ValidationError as error:
+        raise typer.BadParameter(f"found {size!r}; allowed: a size such as 8MiB") from error
 
 
 def command(main: Callable[..., None], arguments: Sequence[str] | None = None) -> None:

@@ -108,7 +108,7 @@ def markdown(table: Table) -> str:
 def _rich(table: Table) -> RichTable:
     rich = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="bold", box=None)
     for column in table.columns:
-        rich.add_column(column.heading, justify="left" if _is_text(table, column) else "right")
+        rich.add_column(column.heading, justify="left" if _is_text(table, column) else "right", no_wrap=True)
     for row in table.rows:
         rich.add_row(*(_cell(row, column) for column in table.columns))
     return rich

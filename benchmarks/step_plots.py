@@ -1,0 +1,93 @@
+"""What `step_time` draws: a roofline, what a step is made of, and the timeline of one step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.harness.plots import COLOURS, figure, plain_numbers
+from benchmarks.harness.report import Report
+from benchmarks.step_figures import CPU, NVME_LINK, TORCH
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from tierstore.trace import Trace
+
+
+def draw(report: Report) -> Figure:
+    """The roofline and the parts of a step."""
+    drawn, axes = figure(
+        f"A step over {report.options['parameters'] / 1e6:.0f} M {report.options['dtype']} parameters",
+        columns=2,
+        width=12,
+        height=4.8,
+    )
+    _roofline(axes[0], report)
+    _parts(axes[1], report)
+    return drawn
+
+
+def _roofline(axis: Axes, report: Report) -> None:
+    """Parameters per second over bytes per parameter on the link: under the device's slope and the update's ceiling."""
+    steps, links, _ = (table.rows for table in report.tables)
+    rate_of = {row["tiers"]: row["rate"] for row in steps}
+    found = {row["tiers"]: row["moved"] for row in links if row["link"] == NVME_LINK and row["moved"] > 0}
+    least, most = min(found.values()) / 2, max(found.values()) * 1.5
+    xs = [least * (most / least) ** (step / 100) for step in range(101)]
+    device = report.extra["raw_bytes_per_second"] / 1e6
+    axis.plot(
+        xs, [min(device / x, rate_of[CPU]) for x in xs], color="#333333", label="bound: raw device, update in memory"
+    )
+    axis.axhline(rate_of[TORCH], linestyle=":", color="#333333", linewidth=1, label=TORCH)
+    for (name, moved), colour in zip(found.items(), COLOURS, strict=False):
+        axis.plot(moved, rate_of[name], "o", color=colour, label=name)
+    axis.set(title="roofline", xlabel="bytes per parameter on the NVMe link, read + written", ylabel="M parameters/s")
+    axis.set(xscale="log", yscale="log")
+    plain_numbers(axis.xaxis)
+    plain_numbers(axis.yaxis)
+    axis.legend(fontsize=7, loc="lower left")
+
+
+def _parts(axis: Axes, report: Report) -> None:
+    """Forward and backward of the iteration; update and waits of the steps back to back."""
+    steps, _, iterations = (table.rows for table in report.tables)
+    names = [row["tiers"] for row in steps]
+    parts = {
+        "forward": [row["forward"] for row in iterations],
+        "backward": [row["backward"] for row in iterations],
+        "update": [row["update"] for row in steps],
+        "wait for reads": [row["read_wait"] for row in steps],
+        "wait for writes": [row["write_wait"] for row in steps],
+    }
+    left = [0.0] * len(names)
+    for (label, seconds), colour in zip(parts.items(), COLOURS, strict=False):
+        axis.barh(names, seconds, left=left, label=label, color=colour)
+        left = [sum(pair) for pair in zip(left, seconds, strict=True)]
+    axis.invert_yaxis()
+    axis.set(title="what an iteration is made of", xlabel="seconds")
+    axis.grid(axis="y", visible=False)
+    axis.legend(fontsize=7)
+
+
+def draw_timeline(trace: Trace) -> Figure:
+    """One bar per event, one row per track."""
+    events = sorted(trace.events, key=lambda event: event.start_seconds)
+    tracks = sorted({event.track for event in events})
+    first = events[0].start_seconds if events else 0.0
+    drawn, (axis,) = figure("One step, what happened when", width=12, height=1.0 + 0.32 * len(tracks))
+    for row, track in enumerate(tracks):
+        own = [event for event in events if event.track == track]
+        bars = [((event.start_seconds - first) * 1e3, event.seconds * 1e3) for event in own]
+        colours = [COLOURS[_kind(event.name)] for event in own]
+        axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.2)
+    axis.set_yticks(range(len(tracks)), tracks)
+    axis.invert_yaxis()
+    axis.set(xlabel="ms")
+    axis.grid(axis="y", visible=False)
+    return drawn
+
+
+def _kind(name: str) -> int:
+    """A colour by the first word of an event's name."""
+    return {"update": 2, "read": 0, "write": 1, "wait": 3, "run": 6}.get(name.split()[0], 4)

@@ -1,0 +1,195 @@
+"""What a training step costs with its state in each set of tiers, beside torch's optimizer and the raw device.
+
+All contenders train the same model on the same batch and must end with the same bits. Rounds are interleaved, with the
+raw device measured in each. What a step costs is taken from steps back to back, so that nothing it leaves behind is
+hidden in a forward pass; how it lies among forward and backward is shown beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.harness import (
+    Folders,
+    Json,
+    Plot,
+    Quick,
+    RawDevice,
+    Report,
+    Rounds,
+    Sample,
+    bytes_of,
+    command,
+    environment,
+    folders_of,
+    interleave,
+    publish,
+)
+from benchmarks.harness.training import DTYPES, Contender, Turn, Work, torch_fused, verify_equal
+from benchmarks.step_figures import NVME_ALONE, TORCH, Bound, Figures
+from benchmarks.step_plots import draw, draw_timeline
+from tierstore import TieredAdamW
+
+IN_FLIGHT = 8
+RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A tier set: the share of the chunks that stays in each tier but the last, next to what passes through."""
+
+    name: str
+    kept: Mapping[str, float]
+    last: str
+    capacity: int | None = None  # bytes of the cpu tier, instead of a share
+
+
+def settings_for(cpu: int | None) -> list[Setting]:
+    """The tier sets that are compared."""
+    found = [Setting("cpu", {}, "cpu")]
+    found += [Setting(f"cpu+nvme {share:.0%}", {"cpu": share}, "nvme") for share in (0.0, 0.25, 0.5, 0.75)]
+    if cpu is not None:
+        found.append(Setting(f"cpu+nvme {cpu / 2**20:.0f} MiB", {"cpu": 0.0}, "nvme", cpu))
+    return [*found, Setting("gpu+cpu+nvme", {"gpu": 0.25, "cpu": 0.25}, "nvme")]
+
+
+def measure(
+    work: Work, chunk: int, folders: Sequence[Path], rounds: int, cpu: int | None = None, volume: int = 256 << 20
+) -> tuple[Report, Any]:
+    """Measure all tier sets. Answers the report and the trace of one step of the setting that waits most."""
+    model, batch = work.make()
+    with contextlib.ExitStack() as closing:
+        contenders = {TORCH: Contender(work, model, batch, partial(torch_fused, lr=RATE))}
+        bounds: dict[str, Bound] = {}
+        for setting in settings_for(cpu):
+            policy, bounds[setting.name] = _policy(model, setting, chunk, folders)
+            made = partial(TieredAdamW, lr=RATE, policy=policy)
+            contenders[setting.name] = Contender(work, model, batch, lambda m, made=made: made(m.parameters()))  # type: ignore[misc]
+            closing.callback(contenders[setting.name].close)
+        del model
+        for contender in contenders.values():
+            contender.turn(2)  # makes the state, and lets retention settle
+        raw = closing.enter_context(RawDevice(folders, volume))
+        turns, samples = _rounds(contenders, raw, rounds)
+        trace = _traced(contenders[NVME_ALONE])
+        for name, contender in contenders.items():
+            if name != NVME_ALONE:
+                contender.step()
+        verified = verify_equal(contenders)
+        used = policy
+    figures = Figures(work, turns, samples, bounds)
+    report = Report(
+        benchmark="step_time",
+        question="what does a step cost where the state does not fit, beside torch's, the raw device and the bound?",
+        options={
+            "parameters": work.parameters,
+            "layers": work.layers,
+            "width": work.width,
+            "dtype": str(work.dtype).removeprefix("torch."),
+            "device": work.device.type,
+            "chunk": chunk,
+            "rounds": rounds,
+        },
+        environment=environment(folders, used),
+        raw=tuple(figures.raw()),
+        tables=figures.tables(),
+        checks=tuple(figures.checks()),
+        verified=f"{verified / 1e6:.1f} MB of parameters, which ended with the bits of {TORCH}, and every raw byte",
+        notes=tuple(figures.notes()),
+        extra={"raw_bytes_per_second": figures.raw_rate},
+    )
+    return report, trace
+
+
+def main(
+    folder: Folders = None,
+    parameters: Annotated[float, typer.Option(metavar="N", help="How many parameters, in millions.")] = 100.0,
+    width: Annotated[int, typer.Option(min=8, help="Of a layer, which has width x width parameters.")] = 1024,
+    rows: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Of the parameters: fp32, bf16 or fp16.")] = "bf16",
+    chunk: Annotated[str, typer.Option(help="Chunk size.")] = "8MiB",
+    cpu: Annotated[str | None, typer.Option(help="One more row: a cpu tier of this size, such as 128MiB.")] = None,
+    rounds: Rounds = 3,
+    quick: Quick = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a step as a timeline for chrome://tracing and Perfetto.")
+    ] = None,
+    timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw that timeline.")] = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What does a step cost where the state does not fit, beside torch's, the raw device and the bound?"""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"allowed: {', '.join(DTYPES)}", param_hint="--dtype")
+    layers = max(1, round(parameters * 1e6 / width**2))
+    work = Work(4, 128, 2, DTYPES[dtype]) if quick else Work(layers, width, rows, DTYPES[dtype])
+    size, volume = (16 << 10, 64 << 10) if quick else (bytes_of(chunk), 256 << 20)
+    capacity = None if cpu is None else bytes_of(cpu)
+    report, traced = measure(work, size, folders_of(folder), rounds, capacity, volume)
+    if trace is not None:
+        traced.write(trace)
+    if timeline is not None:
+        draw_timeline(traced).savefig(timeline)
+    publish(report, json=json, plot=plot, draw=draw)
+
+
+def _policy(model: Any, setting: Setting, chunk: int, folders: Sequence[Path]) -> tuple[dict[str, Any], Bound]:
+    """A policy in which these shares of the chunks stay, and its bound; how many chunks there are is asked first."""
+    nvme = {"nvme": {"paths": [str(folder) for folder in folders]}} if setting.last == "nvme" else {}
+    gpu = {"gpu": {"device": "cpu"}} if "gpu" in setting.kept else {}
+    asked: dict[str, Any] = {"chunk_size": chunk, "tiers": {**gpu, "cpu": {}, **nvme}}
+    if setting.last == "cpu":
+        return asked, _bound(model, asked, {})
+    tight = {**asked, "tiers": {name: {**tier, "capacity": chunk * 4} for name, tier in asked["tiers"].items()}}
+    tight["tiers"]["nvme"] = nvme["nvme"]
+    chunks = _bound(model, tight, {}).chunks
+    tiers = {name: dict(tier) for name, tier in asked["tiers"].items()}
+    kept = {name: round(share * chunks) for name, share in setting.kept.items()}
+    for name, count in kept.items():
+        passing = min(IN_FLIGHT, max(3, chunks // 8))
+        tiers[name]["capacity"] = setting.capacity or (count + passing) * chunk
+    if setting.capacity is not None:
+        kept["cpu"] = max(0, setting.capacity // chunk - IN_FLIGHT)
+    return {**asked, "tiers": tiers}, _bound(model, {**asked, "tiers": tiers}, kept)
+
+
+def _bound(model: Any, policy: Mapping[str, Any], kept: Mapping[str, int]) -> Bound:
+    """Ask an optimizer that takes no step how many chunks there are; what is kept in a faster tier passes no link."""
+    with TieredAdamW(model.parameters(), lr=RATE, policy=dict(policy)) as optimizer:
+        chunks = optimizer.bound()[0].layout.chunks
+        nbytes = sum(chunk.record_bytes for chunk in chunks)
+    links, above = {}, 0
+    names = list(policy["tiers"])
+    for faster, slower in itertools.pairwise(names):
+        above += kept.get(faster, 0)
+        links[f"{faster}-{slower}"] = 2 * max(0, len(chunks) - above) * nbytes / len(chunks)
+    return Bound(len(chunks), nbytes, links)
+
+
+def _rounds(
+    contenders: Mapping[str, Contender], raw: RawDevice, rounds: int
+) -> tuple[dict[str, list[Turn]], list[Sample]]:
+    samples: list[Sample] = []
+    runs: dict[str, Callable[[], Turn | None]] = {name: partial(c.turn, 2) for name, c in contenders.items()}
+    runs["raw"] = lambda: samples.append(raw.measure("mixed", 8 << 20, 8))
+    found = interleave(runs, rounds)
+    return {name: [turn for turn in found[name] if turn is not None] for name in contenders}, samples
+
+
+def _traced(contender: Contender) -> Any:
+    assert contender.tiered is not None
+    with contender.tiered.store.traced() as trace:
+        contender.step()
+    return trace
+
+
+if __name__ == "__main__":
+    command(main)
