@@ -70,24 +70,29 @@ def _parts(axis: Axes, report: Report) -> None:
     axis.legend(fontsize=7)
 
 
+KINDS = {"update": 2, "wait": 3, "read": 0, "write": 1, "chunk": 4, "run": 6}
+"""Colours of events, by the first word of their names."""
+
+
 def draw_timeline(trace: Trace) -> Figure:
-    """One bar per event, one row per track."""
-    events = sorted(trace.events, key=lambda event: event.start_seconds)
+    """One bar per event, one row per track; a run, which is all of a step, is left out."""
+    from matplotlib.patches import Patch
+
+    events = [event for event in sorted(trace.events, key=lambda e: e.start_seconds) if event.name != "run"]
     tracks = sorted({event.track for event in events})
-    first = events[0].start_seconds if events else 0.0
-    drawn, (axis,) = figure("One step, what happened when", width=12, height=1.0 + 0.32 * len(tracks))
+    first = min((event.start_seconds for event in events), default=0.0)
+    drawn, (axis,) = figure("One step, what happened when", width=12, height=1.4 + 0.32 * len(tracks))
     for row, track in enumerate(tracks):
         own = [event for event in events if event.track == track]
         bars = [((event.start_seconds - first) * 1e3, event.seconds * 1e3) for event in own]
-        colours = [COLOURS[_kind(event.name)] for event in own]
+        colours = [COLOURS[KINDS.get(event.name.split()[0], 5)] for event in own]
         axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.2)
     axis.set_yticks(range(len(tracks)), tracks)
     axis.invert_yaxis()
-    axis.set(xlabel="ms")
+    axis.set(xlabel="ms", xlim=(0, None))
     axis.grid(axis="y", visible=False)
+    names = ("update", "wait", "read", "write", "chunk")
+    labels = {"read": "read by a worker", "write": "write by a worker", "chunk": "a chunk on its way"}
+    handles = [Patch(color=COLOURS[KINDS[name]], label=labels.get(name, name)) for name in names]
+    axis.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0, 1), fontsize=8)
     return drawn
-
-
-def _kind(name: str) -> int:
-    """A colour by the first word of an event's name."""
-    return {"update": 2, "read": 0, "write": 1, "wait": 3, "run": 6}.get(name.split()[0], 4)
