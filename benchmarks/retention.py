@@ -25,7 +25,7 @@ from benchmarks.harness import (
     environment,
     publish,
 )
-from benchmarks.harness.plots import figure
+from benchmarks.harness.plots import COLOURS, figure
 from benchmarks.retention_model import (
     Action,
     alternating,
@@ -172,11 +172,15 @@ def _checks(rows: Sequence[Mapping[str, Any]], best: Mapping[int, int], pools: M
 def draw(report: Report) -> Figure:
     """Hits and time over the bound, by the share that may stay."""
     drawn, axes = figure(f"Retention of {report.options['chunks']} chunks", columns=2, width=12, height=4.8)
+    colours = iter(COLOURS)
     for row in report.tables[0].rows:
-        is_ours = row["policy"].startswith("tierstore")
-        style: dict[str, Any] = {"linewidth": 2.5 if is_ours else 1.2, "linestyle": "-" if is_ours else "--"}
-        axes[0].plot(SHARES, [row[f"hits{share}"] for share in SHARES], label=row["policy"], **style)
-        axes[1].plot(SHARES, [row[f"over{share}"] * 100 for share in SHARES], label=row["policy"], **style)
+        name, is_ours = row["policy"], row["policy"].startswith("tierstore")
+        style: dict[str, Any] = {"linewidth": 1.2, "color": next(colours, "#999933"), "marker": "."}
+        if is_ours:
+            style = {"linewidth": 2.5, "color": "black" if name == OURS["alternating"] else "#777777"}
+        style["linestyle"] = ":" if "alternating" in name else "-" if is_ours else "--"
+        axes[0].plot(SHARES, [row[f"hits{share}"] for share in SHARES], label=name, **style)
+        axes[1].plot(SHARES, [row[f"over{share}"] * 100 for share in SHARES], label=name, **style)
     axes[0].set(title="hits per step", xlabel="K/M, percent", ylabel="chunks that need no read", xticks=SHARES)
     axes[1].set(title="time over the bound", xlabel="K/M, percent", ylabel="percent", xticks=SHARES)
     axes[0].legend(fontsize=7)

@@ -154,8 +154,8 @@ class Contender:
 class HandMaster:
     """Mixed precision by hand: float32 masters in torch's fused AdamW, cast to the parameters after each step."""
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        self._parameters = list(model.parameters())
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        self._parameters = list(parameters)
         self._masters = [parameter.detach().float() for parameter in self._parameters]
         for master in self._masters:
             master.grad = torch.empty_like(master)
@@ -175,7 +175,7 @@ class HandMaster:
 def torch_fused(model: nn.Module, lr: float) -> Steps:
     """torch's fused AdamW, with masters by hand where precision is low: the arithmetic that tierstore has."""
     is_low = next(model.parameters()).dtype is not torch.float32
-    return HandMaster(model, lr) if is_low else torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    return HandMaster(model.parameters(), lr) if is_low else torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
 def verify_equal(contenders: Mapping[str, Contender]) -> int:
@@ -185,18 +185,20 @@ def verify_equal(contenders: Mapping[str, Contender]) -> int:
     for name, contender in others:
         if contender.steps != reference.steps:
             raise VerificationError(f"{name} took {contender.steps} steps, {first} took {reference.steps}")
-        for number, (one, other) in enumerate(_pairs(reference.model.parameters(), contender.model.parameters())):
-            if not torch.equal(one, other):
-                raise VerificationError(f"layer {number} of {name} differs from that of {first}")
-            verified += one.numel() * one.element_size()
+        verified += verify_bits(f"{name} beside {first}", contender.model.parameters(), reference.model.parameters())
     return verified
 
 
-def _pairs(ones: Iterable[Tensor], others: Iterable[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Bits as integers: what is not a number is equal to itself."""
+def verify_bits(what: str, found: Iterable[Tensor], expected: Iterable[Tensor]) -> int:
+    """Answer the bytes that were compared, as bits: NaN is equal to itself. Raises VerificationError."""
     kinds = {2: torch.int16, 4: torch.int32}
-    for one, other in zip(ones, others, strict=True):
-        yield one.detach().view(kinds[one.element_size()]), other.detach().view(kinds[other.element_size()])
+    verified = 0
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        kind = kinds[one.element_size()]
+        if not torch.equal(one.detach().view(kind), other.detach().view(kind)):
+            raise VerificationError(f"{what}: parameter {number} has other bits")
+        verified += one.numel() * one.element_size()
+    return verified
 
 
 def _difference(before: StepStats, after: StepStats) -> StepStats:
