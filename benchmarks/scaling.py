@@ -1,0 +1,245 @@
+"""How the cost of a parameter behaves as state grows, as chunks shrink and as parameters get more numerous.
+
+Every point is beside torch's fused AdamW on the same parameters in the same rounds. Python's part is what a step takes
+with a rule that does nothing: all of the store's and the optimizer's work, and no arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import (
+    Check,
+    Column,
+    Folders,
+    Json,
+    Plot,
+    Quick,
+    Report,
+    Rounds,
+    Table,
+    command,
+    environment,
+    folders_of,
+    interleave,
+    median,
+    publish,
+    ratio,
+)
+from benchmarks.harness.plots import COLOURS, figure, plain_numbers
+from benchmarks.harness.training import verify_bits
+from tierstore import TieredAdamW
+from tierstore.rules import Pieces
+from tierstore.rules.adam import AdamWRule
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RATE = 1e-3
+GROWN, SMALL, MANY = "as state grows", "as chunks shrink", "as parameters get more numerous"
+DEFAULT_CHUNK = "auto"
+
+
+class IdleRule(AdamWRule):
+    """AdamW without its arithmetic."""
+
+    def update(self, pieces: Pieces, options: Any, *, is_first: bool, grad_scale: Tensor | None) -> None:
+        """Do nothing."""
+
+
+class IdleAdamW(TieredAdamW):
+    """What is left of a step when nothing is computed."""
+
+    rule = IdleRule()
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`count` float32 parameters of `elements` elements, in chunks of `chunk` bytes, in `tiers`."""
+
+    count: int
+    elements: int
+    chunk: int | str = DEFAULT_CHUNK
+    tiers: str = "cpu"
+
+    @property
+    def total(self) -> int:
+        """Elements in all."""
+        return self.count * self.elements
+
+
+def points(is_quick: bool) -> dict[str, list[Point]]:
+    """What is measured, by what varies."""
+    if is_quick:
+        base = Point(4, 4096, 16 << 10)
+        return {
+            GROWN: [base, replace(base, elements=16384), replace(base, tiers="cpu+nvme")],
+            SMALL: [base, replace(base, chunk=32 << 10)],
+            MANY: [base, replace(base, count=16, elements=1024)],
+        }
+    base = Point(8, 1 << 21)  # 16 M
+    return {
+        GROWN: [
+            replace(base, elements=elements, chunk=4 << 20, tiers=tiers)
+            for tiers in ("cpu", "cpu+nvme")
+            for elements in (1 << 19, 1 << 21, 1 << 23)
+        ],
+        SMALL: [replace(base, chunk=chunk << 10) for chunk in (64 << 10, 16 << 10, 4 << 10, 1 << 10, 256, 64)],
+        MANY: [replace(base, count=8 * times, elements=(1 << 20) // times) for times in (1, 16, 256, 1024)],
+    }
+
+
+def measure(chosen: Mapping[str, Sequence[Point]], folders: Sequence[Path], rounds: int) -> Report:
+    """Measure all points."""
+    found: dict[Point, dict[str, Any]] = {}
+    for point in dict.fromkeys(point for group in chosen.values() for point in group):
+        found[point] = _measure_point(point, folders, rounds)
+    columns = (
+        Column("tiers", "tiers"),
+        Column("total", "elements", ","),
+        Column("count", "params", ","),
+        Column("chunk", "chunk", "bytes"),
+        Column("chunks", "chunks"),
+        Column("step", "step", "seconds"),
+        Column("each", "ns/elem", ".2f"),
+        Column("of_torch", "of torch", "percent"),
+        Column("python", "Python", "seconds"),
+        Column("share", "share", "percent"),
+    )
+    tables = tuple(
+        Table(f"cost {varied}", columns, tuple(found[point] for point in group)) for varied, group in chosen.items()
+    )
+    return Report(
+        benchmark="scaling",
+        question="does a parameter cost the same however much state there is, and however it is cut?",
+        options={"rounds": rounds},
+        environment=environment(folders, {"tiers": {"cpu": {}}}),
+        tables=tables,
+        checks=tuple(_checks({varied: [found[point] for point in group] for varied, group in chosen.items()})),
+        verified=f"{sum(row['verified'] for row in found.values()) / 1e6:.1f} MB of parameters have the bits of torch's",
+        notes=(
+            "of torch: beside torch's fused AdamW; Python: a step with a rule that does nothing, all state in memory",
+            "cpu+nvme: a quarter of the chunks stays in the cpu tier, next to 8 on their way",
+        ),
+    )
+
+
+def main(
+    folder: Folders = None, rounds: Rounds = 5, quick: Quick = False, json: Json = None, plot: Plot = None
+) -> None:
+    """Does a parameter cost the same however much state there is, and however it is cut?"""
+    report = measure(points(quick), folders_of(folder), 1 if quick else rounds)
+    publish(report, json=json, plot=plot, draw=draw)
+
+
+class _Stepper:
+    """Parameters with gradients that others may share, and what updates them."""
+
+    def __init__(self, values: Tensor, gradients: Tensor, optimizer_of: Any) -> None:
+        self.parameters = [nn.Parameter(row.clone()) for row in values]
+        for parameter, row in zip(self.parameters, gradients, strict=True):
+            parameter.grad = row
+        self.optimizer = optimizer_of(self.parameters)
+
+    def run(self) -> float:
+        """Seconds of one step, of as many as take a while."""
+        began = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.step()
+        return (time.perf_counter() - began) / 2
+
+
+def _measure_point(point: Point, folders: Sequence[Path], rounds: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(11)
+    values = torch.randn(point.count, point.elements, generator=generator)
+    gradients = torch.randn(point.count, point.elements, generator=generator)
+    in_memory: dict[str, Any] = {"chunk_size": point.chunk, "tiers": {"cpu": {}}}
+    with contextlib.ExitStack() as closing:
+        torchs = _Stepper(values, gradients, lambda p: torch.optim.AdamW(p, lr=RATE, fused=True))
+        idle = _Stepper(values, gradients, lambda p: IdleAdamW(p, lr=RATE, policy=in_memory))
+        closing.callback(idle.optimizer.close)
+        policy = _policy(point, idle.optimizer, folders)
+        ours = _Stepper(values, gradients, lambda p: TieredAdamW(p, lr=RATE, policy=policy))
+        closing.callback(ours.optimizer.close)
+        chunks = ours.optimizer.bound()[0].layout.chunks
+        steppers = {"torch": torchs, "idle": idle, "ours": ours}
+        for stepper in steppers.values():
+            stepper.run()
+        seconds = interleave({name: stepper.run for name, stepper in steppers.items()}, rounds)
+        verified = verify_bits(str(point), ours.parameters, torchs.parameters)
+    step = median(seconds["ours"])
+    return {
+        "tiers": point.tiers,
+        "total": point.total,
+        "count": point.count,
+        "chunk": point.chunk if point.chunk != DEFAULT_CHUNK else max(chunk.record_bytes for chunk in chunks),
+        "chunks": len(chunks),
+        "is_default": point.chunk == DEFAULT_CHUNK,
+        "step": step,
+        "each": step / point.total * 1e9,
+        "of_torch": ratio(seconds["torch"], seconds["ours"]),
+        "python": median(seconds["idle"]),
+        "share": ratio(seconds["idle"], seconds["ours"]),
+        "verified": verified,
+    }
+
+
+def _policy(point: Point, idle: TieredAdamW, folders: Sequence[Path]) -> dict[str, Any]:
+    if point.tiers == "cpu":
+        return {"chunk_size": point.chunk, "tiers": {"cpu": {}}}
+    assert isinstance(point.chunk, int)
+    chunks = len(idle.bound()[0].layout.chunks)
+    capacity = (chunks // 4 + min(8, max(3, chunks // 4))) * point.chunk
+    nvme = {"paths": [str(folder) for folder in folders]}
+    return {"chunk_size": point.chunk, "tiers": {"cpu": {"capacity": capacity}, "nvme": nvme}}
+
+
+def _checks(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Check]:
+    found = []
+    for tiers in ("cpu", "cpu+nvme"):
+        own = [row for row in rows[GROWN] if row["tiers"] == tiers]
+        if len(own) > 1:
+            growth = own[-1]["each"] / own[0]["each"]
+            beside = own[0]["of_torch"] / own[-1]["of_torch"]  # torch's own cost grows, where caches end
+            times = own[-1]["total"] // own[0]["total"]
+            is_flat = min(growth, beside) <= 1.1
+            claim = f"{tiers}: cost of a parameter, {times} times the state"
+            found.append(Check(claim, "at most x1.10", f"x{growth:.2f}; beside torch x{beside:.2f}", is_flat))
+    for row in rows[MANY]:
+        if row["is_default"] and row is rows[MANY][0]:
+            claim, share = "Python's share of a step, default chunks", row["share"]
+            found.append(Check(claim, "below 5%", f"{share:.1%}", share < 0.05))
+    return found
+
+
+def draw(report: Report) -> Figure:
+    """One panel for each thing that varies."""
+    panels = {GROWN: ("total", "elements"), SMALL: ("chunk", "chunk size, KiB"), MANY: ("count", "parameters")}
+    drawn, axes = figure("What a parameter costs", columns=3, width=13, height=4)
+    for axis, table, (varied, (key, label)) in zip(axes, report.tables, panels.items(), strict=True):
+        for number, tiers in enumerate(dict.fromkeys(row["tiers"] for row in table.rows)):
+            own = [row for row in table.rows if row["tiers"] == tiers]
+            xs = [row[key] / 1024 if key == "chunk" else row[key] for row in own]
+            axis.plot(xs, [row["each"] for row in own], "o-", color=COLOURS[number], label=f"tierstore, {tiers}")
+            if tiers == "cpu":
+                axis.plot(
+                    xs, [row["each"] * row["of_torch"] for row in own], "s--", color="#777777", label="torch fused"
+                )
+                python = [row["python"] / row["total"] * 1e9 for row in own]
+                axis.plot(xs, python, "^:", color=COLOURS[3], label="Python alone")
+        axis.set(title=varied, xlabel=label, ylabel="ns per element", xscale="log", yscale="log")
+        plain_numbers(axis.yaxis)
+        axis.legend(fontsize=7)
+    return drawn
+
+
+if __name__ == "__main__":
+    command(main)
