@@ -124,7 +124,7 @@ def measure(chosen: Mapping[str, Sequence[Point]], folders: Sequence[Path], roun
         environment=environment(folders, {"tiers": {"cpu": {}}}),
         tables=tables,
         checks=tuple(_checks({varied: [found[point] for point in group] for varied, group in chosen.items()})),
-        verified=f"{sum(row['verified'] for row in found.values()) / 1e6:.1f} MB of parameters have the bits of torch's",
+        verified=f"{sum(row['verified'] for row in found.values()) / 1e6:.1f} MB of parameters: the bits of torch's",
         notes=(
             "of torch: beside torch's fused AdamW; Python: a step with a rule that does nothing, all state in memory",
             "cpu+nvme: a quarter of the chunks stays in the cpu tier, next to 8 on their way",

@@ -75,8 +75,8 @@ class Figures:
     def notes(self) -> Iterator[str]:
         """How to read it."""
         yield (
-            "K%: that share of the chunks stays in the faster tier from step to step; it has 8 extents more, for chunks "
-            "on their way (fewer where there are few chunks)"
+            "K%: that share of the chunks stays in the faster tier from step to step, which has 8 extents more for "
+            "chunks on their way (fewer where there are few chunks)"
         )
         if self.work.device.type == "cpu":
             yield "gpu is host memory here, which stands in for an accelerator"

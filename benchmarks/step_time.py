@@ -140,7 +140,7 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"allowed: {', '.join(DTYPES)}", param_hint="--dtype")
     layers = max(1, round(parameters * 1e6 / width**2))
-    work = Work(4, 128, 2, DTYPES[dtype]) if quick else Work(layers, width, rows, DTYPES[dtype])
+    work = Work(2, 128, 2, DTYPES[dtype]) if quick else Work(layers, width, rows, DTYPES[dtype])
     size, volume = (16 << 10, 64 << 10) if quick else (bytes_of(chunk), 256 << 20)
     capacity = None if cpu is None else bytes_of(cpu)
     report, traced = measure(work, size, folders_of(folder), rounds, capacity, volume)

@@ -8,7 +8,6 @@ all rounds together; rates, and the share of the raw device, are medians over th
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +42,8 @@ from benchmarks.harness.rawdevice import Kind, fio_rates
 from benchmarks.harness.rounds import percentile
 from benchmarks.harness.routes import Stage, policy_for
 from tierstore.device import present_accelerator
-from tierstore.io import QUEUE_DEPTH, REQUEST_SIZE
+from tierstore.errors import EngineUnavailableError
+from tierstore.io import ALIGNMENT, QUEUE_DEPTH, REQUEST_SIZE, open_engine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,8 +180,12 @@ class _Rig:
         )
 
     def engine_is_here(self, engine: str) -> bool:
-        """Whether its package is installed."""
-        return engine in ("auto", "threads") or importlib.util.find_spec(engine) is not None
+        """Whether it can run here: its package and its C library may be missing."""
+        try:
+            open_engine(engine, threads=1, queue_depth=1, request_size=ALIGNMENT).close()
+        except EngineUnavailableError:
+            return False
+        return True
 
     def contenders(self, point: Point) -> dict[object, Callable[[], Sample]]:
         """The point, and what its raw device is, each with the key its samples are found under."""
@@ -247,7 +251,7 @@ def _described(point: Point) -> dict[str, Any]:
 
 
 def _absent(point: Point) -> dict[str, Any]:
-    return _described(point) | {"engine": f"{point.engine}: not installed"}
+    return _described(point) | {"engine": f"{point.engine}: not here"}
 
 
 def _rates(samples: Sequence[Sample]) -> dict[str, Any]:

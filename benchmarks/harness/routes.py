@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.harness.pattern import fill, verify
 from benchmarks.harness.rawdevice import Sample, timed
 from tierstore.arena import Extent
-from tierstore.build import plan_plant
+from tierstore.build import Parts, plan_plant
 from tierstore.device import present_accelerator, wait_for_all_work
 from tierstore.placement import Room
 from tierstore.policy import TierPolicy
@@ -42,12 +42,19 @@ class Stage:
     """`chunks` chunks of `chunk_bytes` in the tiers `names`; give it back with `close`."""
 
     def __init__(
-        self, names: Sequence[str], *, chunk_bytes: int, chunks: int, folders: Sequence[Path], engine: str
+        self,
+        names: Sequence[str],
+        *,
+        chunk_bytes: int,
+        chunks: int,
+        folders: Sequence[Path],
+        engine: str,
+        parts: Parts | None = None,
     ) -> None:
         self._device = present_accelerator() or torch.device("cpu")
         self._chunk_bytes = chunk_bytes
         policy = TierPolicy.load(policy_for(names, chunk_bytes, folders, engine))
-        plant = plan_plant(policy, [self._device])
+        plant = plan_plant(policy, [self._device], parts)
         self._setup = plant.build({name: Room(chunks) for name in names}, chunk_bytes)
         self._places: dict[str, list[tuple[Tier, Extent]]] = {
             name: [(tier, tier.arena.take()) for _ in range(chunks)] for name, tier in self._setup.tiers.items()

@@ -47,7 +47,7 @@ def print_report(console: Console, report: Report) -> None:
         console.print(line, style="dim")
     for table in all_tables(report):
         console.print()
-        console.print(_rich(table))
+        console.print(rich_table(table))
         if table.note:
             console.print(table.note, style="dim")
     console.print()
@@ -105,7 +105,8 @@ def markdown(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _rich(table: Table) -> RichTable:
+def rich_table(table: Table) -> RichTable:
+    """A table for a terminal."""
     rich = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="bold", box=None)
     for column in table.columns:
         rich.add_column(column.heading, justify="left" if _is_text(table, column) else "right", no_wrap=True)

@@ -1,0 +1,138 @@
+"""The benchmarks run, at kilobyte sizes, verify what they move, and say what they found in the one form of results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import arithmetic, page, retention, scaling, step_time, swap_latency
+from benchmarks.harness import Report, VerificationError, command, fill, verify
+from benchmarks.harness.rawdevice import RawDevice
+from benchmarks.harness.routes import Stage
+from benchmarks.memory import measure_here
+from benchmarks.retention_model import alternating, belady_hits, hits, play_ours
+from tierstore.build import Parts
+from tierstore.transfer import Ticket, TransferEngine
+
+CHUNK = 16 << 10
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take most of the time of kilobytes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(main: Callable[..., None], folder: Path, *options: str) -> Report:
+    """Run a benchmark's command line in this process and read what it wrote."""
+    command(main, ["--quick", f"--json={folder / 'found.json'}", *options])
+    return Report.from_dict(json.loads((folder / "found.json").read_text()))
+
+
+def row(report: Report, table: int, **wanted: Any) -> Any:
+    """The one row of a table that has these values."""
+    (found,) = [row for row in report.tables[table].rows if all(row[key] == wanted[key] for key in wanted)]
+    return found
+
+
+class TestSmoke:
+    def test_swap_latency_measures_every_route_and_engine_beside_the_raw_device(self, tmp_path: Path) -> None:
+        report = run(swap_latency.main, tmp_path, f"--folder={tmp_path}", "--rounds=1")
+        routes = {row["route"] for table in report.tables for row in table.rows}
+        assert routes == {"nvme->cpu", "cpu->nvme", "nvme->cpu->gpu", "gpu->cpu->nvme", "cpu->gpu", "gpu->cpu"}
+        threads = row(report, 2, route="nvme->cpu", engine="threads")
+        assert threads["moves"] == 8 and threads["of_raw"] > 0 and threads["p50"] <= threads["p99"] <= threads["max"]
+        assert {entry["kind"] for entry in report.raw} == {"read", "write"}
+
+    def test_step_time_ends_with_the_same_bits_in_every_tier_set_and_moves_no_more_than_the_bound(
+        self, tmp_path: Path
+    ) -> None:
+        trace = tmp_path / "trace.json"
+        report = run(step_time.main, tmp_path, f"--folder={tmp_path}", "--rounds=1", f"--trace={trace}")
+        links = [row for row in report.tables[1].rows if row["link"] == "cpu-nvme"]
+        assert len(links) == 5 and all(0 < row["moved"] <= row["bound"] for row in links)
+        events = json.loads(trace.read_text())["traceEvents"]
+        assert {"control thread", "tierstore-io-0"} <= {event["args"].get("name") for event in events}
+
+    def test_arithmetic_compares_every_way_with_torch(self, tmp_path: Path) -> None:
+        report = run(arithmetic.main, tmp_path)
+        assert row(report, 0, case="20 x 100", way=arithmetic.FUSED)["of_fused"] == 1.0
+        assert row(report, 0, case="20 x 100", way="tierstore, bf16")["rate"] > 0
+
+    def test_scaling_has_a_step_without_arithmetic_beside_each_step(self, tmp_path: Path) -> None:
+        report = run(scaling.main, tmp_path, f"--folder={tmp_path}")
+        assert all(row["python"] > 0 and row["chunks"] > 1 for table in report.tables for row in table.rows)
+
+    def test_memory_counts_what_is_reserved_of_each_tier(self, tmp_path: Path) -> None:
+        found = measure_here("cpu+nvme", str(64 << 10), 1 << 15, 4, 16 << 10, [str(tmp_path)])
+        assert found["state"] == 8 << 15
+        assert found["granted"] == 64 << 10
+        assert found["reserved"] == (64 << 10) + (8 << 15)  # room for all chunks below the 4 extents they pass through
+
+
+class TestRetention:
+    @pytest.mark.parametrize(("chunks", "extents"), [(20, 8), (41, 20), (82, 24)])
+    def test_our_plans_have_as_many_hits_as_belady(self, chunks: int, extents: int) -> None:
+        ours = [hits(actions, chunks) for actions in play_ours("alternating", chunks, extents, 6)]
+        assert ours[1:] == list(belady_hits(alternating(chunks), chunks, extents, 6))[1:]
+
+    def test_no_policy_has_more_hits_than_ours_with_as_many_extents(self, tmp_path: Path) -> None:
+        report = run(retention.main, tmp_path, "--chunks=40")
+        rows = {row["policy"]: row for row in report.tables[0].rows}
+        for share in retention.SHARES:
+            assert rows["tierstore"][f"hits{share}"] == max(row[f"hits{share}"] for row in rows.values())
+
+
+class TestVerification:
+    def test_a_page_that_is_old_or_elsewhere_is_found(self) -> None:
+        block = torch.empty(64 << 10, dtype=torch.uint8)
+        fill(block, 3)
+        assert verify(block, 3, "test") == 64 << 10
+        block[8192:12288] = block[4096:8192].clone()
+        with pytest.raises(VerificationError, match="block 3 differs from byte 8192 of"):
+            verify(block, 3, "test")
+
+    def test_a_raw_device_that_writes_nothing_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with RawDevice([tmp_path], 64 << 10) as raw:
+            raw.measure("mixed", 16 << 10, 2)
+            assert raw.verified_bytes == 64 << 10
+            monkeypatch.setattr("benchmarks.harness.rawdevice._move", lambda *_: None)
+            with pytest.raises(VerificationError, match="raw read"):
+                raw.measure("read", 16 << 10, 2)
+
+    def test_a_move_that_moves_too_little_is_found(self, tmp_path: Path) -> None:
+        parts = Parts(open_transfer=ShortTransfer)
+        stage = Stage(("cpu", "nvme"), chunk_bytes=CHUNK, chunks=4, folders=[tmp_path], engine="threads", parts=parts)
+        with pytest.raises(VerificationError, match="cpu->nvme with threads: block 4 differs from byte 4096 of"):
+            stage.move(("cpu", "nvme"), 2)
+        stage.close()
+
+
+class ShortTransfer(TransferEngine):
+    """Moves the first page of what it is told to move."""
+
+    def submit(self, source: Any, destination: Any, nbytes: int, **about: Any) -> Ticket:
+        return super().submit(source, destination, 4096, **about)
+
+
+class TestResults:
+    def test_a_report_is_its_json_and_the_page_shows_it(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report = run(retention.main, tmp_path)
+        assert Report.from_dict(report.to_dict()) == report
+        command(page.main, [f"--results={tmp_path}"])
+        text = (tmp_path / "README.md").read_text()
+        assert "## retention" in text and "| Belady, fixed |" in text
+
+    def test_results_name_no_folder(self, tmp_path: Path) -> None:
+        run(scaling.main, tmp_path, f"--folder={tmp_path}")
+        assert str(tmp_path) not in (tmp_path / "found.json").read_text()
