@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from benchmarks.harness import Column, Folders, Quick, Table, command, folders_of
+from benchmarks.harness import Column, Folders, Quick, Table, command, folders_of, open_console
 from benchmarks.harness.report import RESULTS
 from benchmarks.harness.show import rich_table
 from tierstore.device import present_accelerator
@@ -67,7 +66,7 @@ def main(
     chosen = [run for run in RUNS if not only or run.name in only]
     chosen = [run for run in chosen if not gpu or run.on_gpu is not None]
     results.mkdir(parents=True, exist_ok=True)
-    console = Console(emoji=False, highlight=False)
+    console = open_console(sys.stdout)
     rows = []
     for run in chosen:
         console.rule(run.name)

@@ -134,7 +134,7 @@ def main(
     plot: Plot = None,
 ) -> None:
     """How fast is the update alone, beside torch's?"""
-    publish(measure(cases(parameters, quick), 1 if quick else rounds), json=json, plot=plot, draw=draw)
+    publish(measure(cases(parameters, quick), 1 if quick else rounds), json=json, is_quick=quick, plot=plot, draw=draw)
 
 
 class _Stepper:

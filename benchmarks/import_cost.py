@@ -75,7 +75,7 @@ def measure(rounds: int) -> Report:
 
 def main(rounds: Rounds = 7, quick: Quick = False, json: Json = None) -> None:
     """What does importing tierstore add to importing torch?"""
-    publish(measure(1 if quick else rounds), json=json)
+    publish(measure(1 if quick else rounds), json=json, is_quick=quick)
 
 
 def _cost_of(statement: str) -> Cost:

@@ -93,7 +93,7 @@ def main(
         report = measure(1 << 16, 4, 128 << 10, 16 << 10, folders_of(folder))
     else:
         report = measure(round(parameters * 1e6), layers, bytes_of(cpu), bytes_of(chunk), folders_of(folder))
-    publish(report, json=json)
+    publish(report, json=json, is_quick=quick)
 
 
 def anonymous_bytes() -> int:

@@ -119,7 +119,7 @@ def main(
     plot: Plot = None,
 ) -> None:
     """Which chunks should stay in memory from step to step?"""
-    publish(measure(16 if quick else chunks, passing, move), json=json, plot=plot, draw=draw)
+    publish(measure(16 if quick else chunks, passing, move), json=json, is_quick=quick, plot=plot, draw=draw)
 
 
 def _row(name: str, policy: Policy, pools: Mapping[int, Pool], move: float) -> dict[str, Any]:

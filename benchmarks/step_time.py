@@ -148,7 +148,7 @@ def main(
         traced.write(trace)
     if timeline is not None:
         draw_timeline(traced).savefig(timeline)
-    publish(report, json=json, plot=plot, draw=draw)
+    publish(report, json=json, is_quick=quick, plot=plot, draw=draw)
 
 
 def _policy(model: Any, setting: Setting, chunk: int, folders: Sequence[Path]) -> tuple[dict[str, Any], Bound]:

@@ -152,7 +152,9 @@ def main(
 ) -> None:
     """How long do chunks take between tiers, and how much of the raw device is that?"""
     sizes = QUICK if quick else Sizes(volume=volume << 20)
-    publish(measure(sizes, folders_of(folder), rounds, is_real=not quick), json=json, plot=plot, draw=draw)
+    publish(
+        measure(sizes, folders_of(folder), rounds, is_real=not quick), json=json, is_quick=quick, plot=plot, draw=draw
+    )
 
 
 class _Rig:

@@ -4,7 +4,18 @@ A benchmark is a module with a `measure(...) -> Report` that verifies what it mo
 defined in `command`, measures, and publishes the report.
 """
 
-from benchmarks.harness.command import Folders, Json, Plot, Quick, Rounds, bytes_of, command, folders_of, publish
+from benchmarks.harness.command import (
+    Folders,
+    Json,
+    Plot,
+    Quick,
+    Rounds,
+    bytes_of,
+    command,
+    folders_of,
+    open_console,
+    publish,
+)
 from benchmarks.harness.environment import environment
 from benchmarks.harness.pattern import VerificationError, fill, verify
 from benchmarks.harness.rawdevice import RawDevice, Sample
@@ -31,6 +42,7 @@ __all__ = [
     "folders_of",
     "interleave",
     "median",
+    "open_console",
     "publish",
     "ratio",
     "verify",

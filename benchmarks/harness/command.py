@@ -11,8 +11,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -24,6 +25,7 @@ from benchmarks.harness.show import print_report
 
 DATED = "dated"
 STDOUT = "-"
+WIDTH = 100
 
 Json = Annotated[
     str | None,
@@ -72,12 +74,27 @@ def command(main: Callable[..., None], arguments: Sequence[str] | None = None) -
         raise SystemExit(1) from error
 
 
+def open_console(file: TextIO) -> Console:
+    """What reports are printed on; wide enough for the tables where the output is no terminal and has no width."""
+    console = Console(file=file, emoji=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    return console
+
+
 def publish(
-    report: Report, *, json: str | None, plot: Path | None = None, draw: Callable[[Report], Any] | None = None
+    report: Report,
+    *,
+    json: str | None,
+    plot: Path | None = None,
+    draw: Callable[[Report], Any] | None = None,
+    is_quick: bool = False,
 ) -> None:
-    """Print the report, write it, and draw it."""
+    """Print the report, write it, and draw it; one of kilobytes says so."""
+    if is_quick:
+        report = replace(report, notes=("--quick: kilobytes were moved, and the figures mean nothing", *report.notes))
     plain = report.to_dict()
-    console = Console(file=sys.stderr if json == STDOUT else sys.stdout, emoji=False, highlight=False)
+    console = open_console(sys.stderr if json == STDOUT else sys.stdout)
     print_report(console, report)
     if json == STDOUT:
         print(json_.dumps(plain, indent=1))
