@@ -63,7 +63,8 @@ def settings_for(device: str, cpu: int | None) -> list[Setting]:
         found += [Setting(f"gpu+cpu {share:.0%}", {"gpu": share}, "cpu") for share in shares]
         found.append(Setting("gpu+cpu+nvme 0%", {"gpu": 0.0, "cpu": 0.0}, "nvme"))
     if cpu is not None:
-        found.append(Setting(f"cpu+nvme {cpu / 2**20:.0f} MiB", {"cpu": 0.0}, "nvme", cpu))
+        kept = {"cpu": 0.0} if device == "cpu" else {"gpu": 0.0, "cpu": 0.0}
+        found.append(Setting(f"{'+'.join(kept)}+nvme {cpu / 2**20:.0f} MiB", kept, "nvme", cpu))
     return [*found, Setting("gpu+cpu+nvme", {"gpu": 0.25, "cpu": 0.25}, "nvme")]
 
 
@@ -166,8 +167,9 @@ def _policy(model: Any, setting: Setting, chunk: int, folders: Sequence[Path]) -
     chunks = _bound(model, {**policy, "tiers": tight}, {}).chunks
     kept = {name: round(share * chunks) for name, share in setting.kept.items()}
     for name, count in kept.items():
-        asked[name]["capacity"] = setting.capacity or (count + min(IN_FLIGHT, max(3, chunks // 8))) * chunk
+        asked[name]["capacity"] = (count + min(IN_FLIGHT, max(3, chunks // 8))) * chunk
     if setting.capacity is not None:
+        asked["cpu"]["capacity"] = setting.capacity
         kept["cpu"] = max(0, setting.capacity // chunk - IN_FLIGHT)
     return policy, _bound(model, policy, kept)
 
