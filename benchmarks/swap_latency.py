@@ -41,6 +41,7 @@ from benchmarks.harness.plots import COLOURS, figure, plain_numbers
 from benchmarks.harness.rawdevice import Kind, fio_rates
 from benchmarks.harness.rounds import percentile
 from benchmarks.harness.routes import Stage, policy_for
+from benchmarks.swap_store import store_table
 from tierstore.device import present_accelerator
 from tierstore.errors import EngineUnavailableError
 from tierstore.io import ALIGNMENT, QUEUE_DEPTH, REQUEST_SIZE, open_engine
@@ -128,6 +129,7 @@ def measure(sizes: Sizes, folders: Sequence[Path], rounds: int, *, is_real: bool
             found = interleave(contenders, rounds)
             rows = {point: rig.row(point, found) for point in everything}
             verified, load = rig.verified_bytes, rig.load_note()
+        through_store, leased = store_table(sizes.chunk, sizes.count(sizes.chunk), several[:1])
     shapes = {rig.raw_key(point): point for point in everything if point.kind}
     return Report(
         benchmark="swap_latency",
@@ -136,8 +138,11 @@ def measure(sizes: Sizes, folders: Sequence[Path], rounds: int, *, is_real: bool
         environment=environment(folders, policy_for(("gpu", "cpu", "nvme"), sizes.chunk, several, "auto")),
         raw=tuple({**_shape(key), **_rates(found[key])} for key in shapes)
         + (_fio(folders[0], sizes) if is_real else ()),
-        tables=tuple(_table(varied, [rows.get(p, _absent(p)) for p in group]) for varied, group in tables.items()),
-        verified=f"{verified / 1e9:.2f} GB: every byte of every chunk and every raw block, after each measurement",
+        tables=(
+            *(_table(varied, [rows.get(p, _absent(p)) for p in group]) for varied, group in tables.items()),
+            through_store,
+        ),
+        verified=f"{(verified + leased) / 1e9:.2f} GB: every byte of all chunks, tensors and raw blocks, each time",
         notes=tuple(_notes(len(folders))) + load,
     )
 
@@ -305,7 +310,7 @@ def _notes(paths: int) -> Iterator[str]:
 
 def draw(report: Report) -> Figure:
     """Rates by chunk size and by depth, latencies by depth, CPU time by chunk size."""
-    by = {varied: table.rows for varied, table in zip(_TITLES, report.tables, strict=True)}
+    by = {varied: table.rows for varied, table in zip(_TITLES, report.tables, strict=False)}
     drawn, axes = figure("Swap latency and rate by route", rows=2, columns=2, width=10, height=7)
     _lines(axes[0], by["chunk size"], "chunk size", "gb_per_s")
     axes[0].set(title="rate by chunk size", xlabel="chunk size, MiB", ylabel="GB/s", ylim=(0, None))
