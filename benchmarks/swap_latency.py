@@ -150,7 +150,7 @@ def measure(sizes: Sizes, folders: Sequence[Path], rounds: int, *, is_real: bool
 def main(
     folder: Folders = None,
     rounds: Rounds = 3,
-    volume: Annotated[int, typer.Option(min=1, help="MiB that each measurement moves.")] = 256,
+    volume: Annotated[int, typer.Option(min=1, help="MiB that a measurement moves; needs 20 times that of memory.")] = 256,
     quick: Quick = False,
     json: Json = None,
     plot: Plot = None,
