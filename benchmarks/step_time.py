@@ -122,7 +122,9 @@ def measure(
 
 def main(
     folder: Folders = None,
-    parameters: Annotated[float, typer.Option(metavar="N", help="How many, in millions; needs 90 bytes of memory for each.")] = 100.0,
+    parameters: Annotated[
+        float, typer.Option(metavar="N", help="How many, in millions; needs 90 bytes of memory for each.")
+    ] = 100.0,
     width: Annotated[int, typer.Option(min=8, help="Of a layer, which has width x width parameters.")] = 1024,
     rows: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 8,
     dtype: Annotated[str, typer.Option(help="Of the parameters: fp32, bf16 or fp16.")] = "bf16",

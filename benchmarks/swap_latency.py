@@ -95,7 +95,9 @@ class Point:
     @property
     def kind(self) -> Kind | None:
         """What the file is used for; None on a route without one."""
-        return {"nvme": "read"}.get(self.route[0], "write" if self.route[-1] == "nvme" else None)  # type: ignore[return-value]
+        if "nvme" not in self.route:
+            return None
+        return "read" if self.route[0] == "nvme" else "write"
 
 
 def points(sizes: Sizes, paths: int) -> dict[str, list[Point]]:
@@ -150,7 +152,9 @@ def measure(sizes: Sizes, folders: Sequence[Path], rounds: int, *, is_real: bool
 def main(
     folder: Folders = None,
     rounds: Rounds = 3,
-    volume: Annotated[int, typer.Option(min=1, help="MiB that a measurement moves; needs 20 times that of memory.")] = 256,
+    volume: Annotated[
+        int, typer.Option(min=1, help="MiB that a measurement moves; needs 20 times that of memory.")
+    ] = 256,
     quick: Quick = False,
     json: Json = None,
     plot: Plot = None,
