@@ -111,7 +111,7 @@ def publish(
 def _completed(arguments: Sequence[str]) -> list[str]:
     """Give a bare `--json` its meaning."""
     completed = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         is_bare = argument == "--json" and following != STDOUT and following.startswith("-")
         completed.append(f"--json={DATED}" if is_bare else argument)
     return completed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import arithmetic, page, retention, scaling, step_time, swap_latency
-from benchmarks.harness import Report, VerificationError, command, fill, verify
+from benchmarks.harness import Json, Quick, Report, VerificationError, command, fill, verify
 from benchmarks.harness.rawdevice import RawDevice
 from benchmarks.harness.routes import Stage
 from benchmarks.memory import measure_here
@@ -122,6 +122,27 @@ class ShortTransfer(TransferEngine):
 
     def submit(self, source: Any, destination: Any, nbytes: int, **about: Any) -> Ticket:
         return super().submit(source, destination, 4096, **about)
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        ("arguments", "heard"),
+        [
+            ([], None),
+            (["--json"], "dated"),
+            (["--json", "--quick"], "dated"),
+            (["--json", "-"], "-"),
+            (["--json", "file"], "file"),
+        ],
+    )
+    def test_options_and_the_file_of_json_may_be_left_out(self, arguments: list[str], heard: str | None) -> None:
+        found: list[str | None] = []
+
+        def main(json: Json = None, quick: Quick = False) -> None:
+            found.append(json)
+
+        command(main, arguments)
+        assert found == [heard]
 
 
 class TestResults:
