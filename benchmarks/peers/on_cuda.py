@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.peers.systems import AbsentError, Job, made_parameters
-from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY
+from benchmarks.peers.systems import AbsentError, Job, System, made_parameters
+from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY, zero_with_gradient
 
 
-class OnCuda:
-    """An optimizer on CUDA parameters; gradients stay as they are between steps."""
+class OnCuda(System):
+    """An optimizer on CUDA parameters."""
 
     promise = "other"
     writes_on = True
 
-    package: ClassVar[str]
+    package: str
 
     @classmethod
     def load(cls, job: Job) -> None:
@@ -36,24 +36,20 @@ class OnCuda:
             raise AbsentError(f"{error}: pip install 'tierstore[peers]'") from error
 
     def __init__(self, job: Job) -> None:
-        self._work = job.work
+        super().__init__(job)
         self._parameters = made_parameters(job.work)
-        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._gradients = job.work.gradients()
         self._optimizer = self._made()
 
     def backward(self) -> None:
-        """Set the gradients again: torchao takes them away."""
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        torch.cuda.synchronize()
+        """Run a backward: torchao takes gradients from its hooks alone."""
+        for layer, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            zero_with_gradient(parameter, self._gradients, layer).backward()
 
     def step(self) -> None:
-        """Step, and wait for the device."""
+        """Step."""
         self._optimizer.step()
-        torch.cuda.synchronize()
-
-    def settle(self) -> None:
-        """Do nothing: there are no files."""
 
     def weights(self) -> Iterable[Tensor]:
         """Give the parameters."""
@@ -62,9 +58,6 @@ class OnCuda:
     def described(self) -> dict[str, Any]:
         """Tell what host memory the state takes, at the parameter's dtype for torchao."""
         return {"optimizer_bytes": self._host_bytes()}
-
-    def close(self) -> None:
-        """Do nothing: there are no files."""
 
     def _made(self) -> Any:
         raise NotImplementedError
@@ -85,7 +78,7 @@ class Torchao(OnCuda):
         return CPUOffloadOptimizer(self._parameters, torch.optim.AdamW, **options)
 
     def _host_bytes(self) -> int:
-        return 4 * self._work.numel * self._parameters[0].element_size()  # parameter, gradient, two moments
+        return 4 * self.work.numel * self._parameters[0].element_size()  # parameter, gradient, two moments
 
 
 class Bitsandbytes(OnCuda):
@@ -99,4 +92,4 @@ class Bitsandbytes(OnCuda):
         return PagedAdamW32bit(self._parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
     def _host_bytes(self) -> int:
-        return 8 * self._work.numel
+        return 8 * self.work.numel

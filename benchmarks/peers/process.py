@@ -47,7 +47,7 @@ class Peer:
         self.steps_taken = 0
         self._folder = folder
         self._folder.mkdir()
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.peers.runner"],
             cwd=ROOT,

@@ -91,7 +91,8 @@ class Figures:
         """Most anonymous memory in any step, over one copy of parameters and gradients where those are on the host."""
         element = {"bfloat16": 2, "float32": 4}[self.work.dtype]
         theirs = 2 * element * self.work.numel if self.work.device == "cpu" else 0
-        return max(taken["peak_bytes"] for taken in self._taken(name)) - theirs
+        peak: int = max(taken["peak_bytes"] for taken in self._taken(name))
+        return peak - theirs
 
     def median_of(self, name: str, what: str, when: str = "") -> float:
         """The median over the rounds of one of the runner's figures."""
@@ -119,7 +120,7 @@ def report_of(figures: Figures) -> Report:
             Table(f"{work.numel:,} {work.dtype} parameters on {work.device}, medians", SPEED, tuple(speed), NOTE_SPEED),
             Table("what it takes, and what it leaves", COST, tuple(cost), NOTE_COST),
         ),
-        verified=f"{work.numel:,} weights of each of {len(whole)} systems against torch's fused AdamW on float32 masters",
+        verified=f"{work.numel:,} weights of each of {len(whole)} systems against torch's fused AdamW",
         raw=({"kind": "mixed", "gb_per_s": median([sample.rate for sample in figures.raw]) / 1e9},),
         checks=tuple(itertools.chain.from_iterable(_checks(figures, name) for name in figures.peers)),
         notes=(f"DeepSpeed's operators took {max(builds):.0f} s to build, once",) if any(builds) else (),
@@ -129,8 +130,8 @@ def report_of(figures: Figures) -> Report:
 
 NOTE_SPEED = (
     "x: the median of the rounds' ratios, to DeepSpeed with NVMe in the same memory, and to torch with all state in "
-    "memory. Bytes are the kernel's count of what went to and from block devices in the step, and in the backward before "
-    "it, which is not in the step's time. Page cache rows keep all state in host memory."
+    "memory. Bytes are the kernel's count of what went to and from block devices in the step, and in the backward "
+    "before it, which is not in the step's time. Page cache rows keep all state in host memory."
 )
 NOTE_COST = (
     "Memory is for the optimizer: by its settings, and seen as anonymous memory over one copy of parameters and "
@@ -172,7 +173,7 @@ def _cost(figures: Figures, name: str) -> dict[str, Any]:
 
 def _verify(name: str, end: Mapping[str, Any]) -> None:
     if end["promise"] == "bits" and end["compared"]["differing"]:
-        raise VerificationError(f"{name}: {end['compared']['differing']:.2%} of the weights have other bits than torch's")
+        raise VerificationError(f"{name}: {end['compared']['differing']:.2%} of the weights have other bits")
 
 
 def _judged(end: Mapping[str, Any]) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import operator
 import os
-import resource
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -103,14 +104,16 @@ class Runner:
         if system.writes_on:
             system.backward()
             system.step()
-        begun, backward_seconds, backward_moved, seconds = Moved.now(), 0.0, Moved(0, 0, 0.0), []
+        begun, backward_seconds, backward_moved, seconds = Moved.now(), 0.0, Moved(), []
         for _ in range(count):
             before, began = Moved.now(), time.perf_counter()
             system.backward()
+            self._wait_for_device()
             backward_seconds += time.perf_counter() - began
             backward_moved += Moved.now() - before
             began = time.perf_counter()
             system.step()
+            self._wait_for_device()
             seconds.append(time.perf_counter() - began)
         moved = Moved.now() - begun - backward_moved
         system.settle()
@@ -131,6 +134,10 @@ class Runner:
         system.close()
         return answer
 
+    def _wait_for_device(self) -> None:
+        if self._job.work.device != "cpu":
+            torch.accelerator.synchronize()
+
     def _made(self) -> System:
         if self._system is None:
             raise RuntimeError("the system was not made")
@@ -144,28 +151,32 @@ def _give_free_memory_back() -> None:
         trim(0)
 
 
+@dataclass(frozen=True, slots=True)
 class Moved:
     """Bytes that went to and from block devices, and CPU seconds, of this process."""
 
-    def __init__(self, read: int, written: int, cpu_seconds: float) -> None:
-        self._counts = (read, written, cpu_seconds)
+    bytes_read: float = 0
+    bytes_written: float = 0
+    cpu_seconds: float = 0
 
     @classmethod
     def now(cls) -> Self:
         """Read the counters."""
         lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(int(lines["read_bytes"]), int(lines["write_bytes"]), used.ru_utime + used.ru_stime)
+        return cls(int(lines["read_bytes"]), int(lines["write_bytes"]), time.process_time())
 
     def __sub__(self, other: Self) -> Self:
-        return type(self)(*(one - two for one, two in zip(self._counts, other._counts, strict=True)))
+        return self._with(other, operator.sub)
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(*(one + two for one, two in zip(self._counts, other._counts, strict=True)))
+        return self._with(other, operator.add)
 
     def per(self, count: int) -> dict[str, float]:
         """Answer what one of `count` steps moved."""
-        return dict(zip(("bytes_read", "bytes_written", "cpu_seconds"), (n / count for n in self._counts), strict=True))
+        return {name: value / count for name, value in asdict(self).items()}
+
+    def _with(self, other: Self, combine: Callable[[float, float], float]) -> Self:
+        return type(self)(*(combine(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
 
 class PeakMemory:

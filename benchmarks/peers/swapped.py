@@ -1,8 +1,8 @@
 """State swapped by hand, parameter by parameter: `torch.save` and `torch.load`, and tensors mapped from files.
 
 Both go through the page cache, which is host memory that no budget counts. Unless `page_cache` is given they therefore
-write every parameter's pages out and drop them before they go on, as somebody must whose memory is really full; with it,
-the machine may keep all of them, which is the fair figure for who has memory to spare (and then needs no swapping).
+write every parameter's pages out and drop them before they go on, as somebody must whose memory is really full; with
+it, the machine may keep all of them, which is the fair figure for who has memory to spare (and need not swap).
 """
 
 from __future__ import annotations
@@ -17,31 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.systems import Job, made_parameters
+from benchmarks.peers.systems import Job, System, made_parameters
 from benchmarks.peers.work import fresh_fields, fused_adamw
 
 
-class Swapped:
+class Swapped(System):
     """What both have in common: state of one parameter at a time in memory, taken from a file of its own."""
 
-    promise = "bits"
-    writes_on = False
-
-    @staticmethod
-    def load(job: Job) -> None:
-        """Do nothing: torch is there."""
-
     def __init__(self, job: Job) -> None:
-        self._job = job
+        super().__init__(job)
         self._keeps_pages: bool = job.options.get("page_cache", False)
         self._parameters = made_parameters(job.work)
         self._files = [job.folder / f"{layer}.state" for layer in range(job.work.layers)]
         self._steps = 0
         for parameter, file in zip(self._parameters, self._files, strict=True):
             self._create(file, fresh_fields(parameter, job.work.has_master))
-
-    def backward(self) -> None:
-        """Do nothing: gradients stay as they are."""
 
     def step(self) -> None:
         """Take, update and put back the state of one parameter after the other."""
@@ -61,7 +51,7 @@ class Swapped:
 
     def described(self) -> dict[str, Any]:
         """Tell whether pages are kept; one parameter's state and its float32 gradient are held at a time."""
-        work = self._job.work
+        work = self.work
         held = (work.state_bytes + 4 * work.numel) // work.layers
         return {"page_cache": self._keeps_pages, "optimizer_bytes": held}
 
@@ -113,8 +103,8 @@ class Mapped(Swapped):
         self._drop_mapped(file)
 
     def _update(self, file: Path, parameter: Tensor, gradient: Tensor) -> None:
-        names = ["master"] * self._job.work.has_master + ["exp_avg", "exp_avg_sq"]
-        mapped = dict(zip(names, self._maps[file].split(parameter.numel()), strict=True))
+        names = ["master"] * self.work.has_master + ["exp_avg", "exp_avg_sq"]
+        mapped = dict(zip(names, self._maps[file].view(len(names), -1), strict=True))
         fields = {name: field.view_as(parameter).to(parameter.device) for name, field in mapped.items()}
         fused_adamw(parameter, gradient, fields, self._steps)
         if parameter.device.type != "cpu":

@@ -1,7 +1,7 @@
-"""What a peer must offer, and the peers that need no more than torch: those that keep all state in memory, and tierstore.
+"""What a peer must offer; those that keep all state in memory, and tierstore.
 
 A system is made in its own process from a `Job`; its constructor may take as long as it likes. A
-system says itself what it holds in host memory for the optimizer; the runner measures beside it what it really takes.
+system says itself what it holds in host memory for the optimizer; the runner measures what it really takes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,19 +33,20 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class System(Protocol):
-    """The same optimizer step, done by one peer."""
+class System:
+    """The same optimizer step, done by one peer; what most peers have nothing to do for is done here, by nothing."""
 
-    promise: ClassVar[str]
+    promise: str = "bits"
     """How near its weights come to the reference: `bits`, `rounding` (another order of the same float32 arithmetic)
     or `other` (it keeps state of lower precision, so the work is not quite the same)."""
-    writes_on: ClassVar[bool]
+    writes_on: bool = False
     """Whether a step returns before its last bytes are written."""
 
-    def __init__(self, job: Job) -> None: ...
+    def __init__(self, job: Job) -> None:
+        self.work = job.work
 
-    @staticmethod
-    def load(job: Job) -> None:
+    @classmethod
+    def load(cls, job: Job) -> None:
         """Import what is needed, before memory is measured. Raises AbsentError."""
 
     def backward(self) -> None:
@@ -53,51 +54,42 @@ class System(Protocol):
 
     def step(self) -> None:
         """Update every parameter."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """After the clock has stopped: write what the kernel would write later, during another system's turn."""
 
     def weights(self) -> Iterable[Tensor]:
         """Give every layer's weight, in order."""
+        raise NotImplementedError
 
     def described(self) -> dict[str, Any]:
         """Tell the configuration, and `optimizer_bytes` of host memory that it implies."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give back everything the system gives back."""
 
 
-class InMemory:
+class InMemory(System):
     """torch.optim.AdamW on float32 masters, all state in memory: gradients are cast, updated, masters cast back.
 
     With float32 parameters there is no master and nothing to cast. `implementation` is fused or foreach.
     """
 
-    promise = "bits"
-    writes_on = False
-
-    @staticmethod
-    def load(job: Job) -> None:
-        """Do nothing: torch is there."""
-
     def __init__(self, job: Job) -> None:
-        self._work = job.work
+        super().__init__(job)
         self._implementation = job.options["implementation"]
         self.promise = "bits" if self._implementation == "fused" else "rounding"
         self._parameters = made_parameters(job.work)
-        self._masters = [
-            torch.nn.Parameter(p.detach().float()) if job.work.has_master else p for p in self._parameters
-        ]
+        self._masters = [torch.nn.Parameter(p.detach().float()) if job.work.has_master else p for p in self._parameters]
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, **{self._implementation: True}
         )
 
-    def backward(self) -> None:
-        """Do nothing: gradients stay as they are."""
-
     def step(self) -> None:
         """Cast all gradients, update all masters, cast all back, as mixed-precision scripts do."""
-        if not self._work.has_master:
+        if not self.work.has_master:
             self._optimizer.step()
             return
         for master, parameter in zip(self._masters, self._parameters, strict=True):
@@ -108,51 +100,38 @@ class InMemory:
             parameter.detach().copy_(master.detach())
             master.grad = None
 
-    def settle(self) -> None:
-        """Do nothing: no page of a file is dirty."""
-
     def weights(self) -> Iterable[Tensor]:
         """Give the parameters."""
         return self._parameters
 
     def described(self) -> dict[str, Any]:
         """Tell the formula; the state lies in memory whole."""
-        held = self._work.state_bytes + (4 * self._work.numel if self._work.has_master else 0)
-        return {"implementation": self._implementation, "optimizer_bytes": held if self._work.device == "cpu" else 0}
-
-    def close(self) -> None:
-        """Do nothing: there are no files."""
+        held = self.work.state_bytes + (4 * self.work.numel if self.work.has_master else 0)
+        return {"implementation": self._implementation, "optimizer_bytes": held if self.work.device == "cpu" else 0}
 
 
-class Tierstore:
+class Tierstore(System):
     """TieredAdamW with a cpu tier of the budget and the rest in swap files."""
 
-    promise = "bits"
     writes_on = True
 
-    @staticmethod
-    def load(job: Job) -> None:
-        """Do nothing: tierstore is there."""
-
     def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._parameters = made_parameters(job.work)
         self._policy: dict[str, Any] = {
-            "tiers": {"cpu": {"capacity": job.budget_bytes}, "nvme": {"paths": [str(job.folder)]}},
-            **job.options.get("policy", {}),
+            "tiers": {
+                **({"gpu": {}} if job.work.device != "cpu" else {}),
+                "cpu": {"capacity": job.budget_bytes},
+                "nvme": {"paths": [str(job.folder)]},
+            }
         }
         self._optimizer = TieredAdamW(
             self._parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, policy=self._policy
         )
 
-    def backward(self) -> None:
-        """Do nothing: gradients stay as they are."""
-
     def step(self) -> None:
         """Step; write-backs go on and are the next step's to wait for."""
         self._optimizer.step()
-
-    def settle(self) -> None:
-        """Do nothing: no page of a file is dirty."""
 
     def weights(self) -> Iterable[Tensor]:
         """Give the parameters."""

@@ -77,6 +77,28 @@ class Gradients:
         return torch.roll(self.base.flatten(), 1009 * (layer + 1)).view_as(self.base)
 
 
+def zero_with_gradient(weight: Tensor, gradients: Gradients, layer: int) -> Tensor:
+    """Answer a zero whose backward gives `weight` exactly the gradient of layer `layer`: a loss for who needs one."""
+    zero: Tensor = _Given.apply(weight, gradients, layer)  # type: ignore[no-untyped-call]
+    return zero
+
+
+class _Given(torch.autograd.Function):
+    """Zero, whose gradient for the weight is the one given."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradients: Gradients, layer: int) -> Tensor:
+        """Answer zero."""
+        ctx.gradient = gradients, layer
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _above: Tensor) -> Any:
+        """Answer the layer's gradient, whatever the loss."""
+        gradients, layer = ctx.gradient
+        return gradients.of(layer), None, None
+
+
 def fused_adamw(parameter: Tensor, gradient: Tensor, fields: dict[str, Tensor], step: int) -> None:
     """Update one whole parameter by torch's fused kernel: step `step`, the first is 1.
 

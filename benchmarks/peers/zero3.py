@@ -2,8 +2,8 @@
 
 The configuration is the fastest we found that keeps to the budget: `buffer_count` pinned float32 buffers of one
 sub-group each are what DeepSpeed's swapper holds, so the sub-group is as large as fits. Both pipelines are on, clipping
-(on by default) is off, buckets are as small as a layer. Gradients reach the optimizer by a backward, as it has no other way in; that writes them
-to NVMe (`nvme`) or copies them (`cpu`) before the step, and is not counted in the step's time.
+(on by default) is off, buckets are as small as a layer. Gradients reach the optimizer by a backward, as it has no other
+way in; that writes them to NVMe (`nvme`) or copies them (`cpu`) before the step, and does not count as its time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ import torch
 from torch import Tensor
 from torch.utils.cpp_extension import get_default_build_root
 
-from benchmarks.peers.systems import AbsentError, Job
-from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY, Gradients, Work
+from benchmarks.peers.systems import AbsentError, Job, System
+from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY, Gradients, Work, zero_with_gradient
 
 BUFFERS = 12
 """Least `buffer_count` with which both pipelines run: master, two moments and gradient, of three sub-groups."""
-AIO = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
-AIO["intra_op_parallelism"] = 1
+AIO: dict[str, Any] = {
+    "block_size": 1 << 20,
+    "queue_depth": 32,
+    "single_submit": False,
+    "overlap_events": True,
+    "intra_op_parallelism": 1,
+}
 
 
-class ZeroThree:
+class ZeroThree(System):
     """A DeepSpeed engine around layers whose backward gives exactly the work's gradients."""
 
     promise = "rounding"
-    writes_on = False
 
-    @staticmethod
-    def load(job: Job) -> None:
+    @classmethod
+    def load(cls, job: Job) -> None:
         """Import DeepSpeed, and build its operators, or load those that were built. Raises AbsentError."""
         if job.work.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
@@ -59,7 +63,7 @@ class ZeroThree:
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self._deepspeed = deepspeed
-        self._work = job.work
+        super().__init__(job)
         buffers = job.options.get("offload", {}).get("buffer_count", BUFFERS)
         self._sub_group = sub_group_size(job.work, job.budget_bytes, buffers)
         self._config = configured(job, self._sub_group)
@@ -73,9 +77,6 @@ class ZeroThree:
         """Step the engine, which steps its offloaded AdamW."""
         self._engine.step()
 
-    def settle(self) -> None:
-        """Do nothing: DeepSpeed writes around the page cache."""
-
     def weights(self) -> Iterable[Tensor]:
         """Gather every layer's weight."""
         for parameter in self._engine.module.parameters():
@@ -88,7 +89,7 @@ class ZeroThree:
         if offload["device"] == "nvme":
             held = offload["buffer_count"] * 4 * self._sub_group
         else:
-            held = self._work.state_bytes + 4 * self._work.numel
+            held = self.work.state_bytes + 4 * self.work.numel
         return {"config": self._config, "optimizer_bytes": held, "build_seconds": build_seconds()}
 
     def close(self) -> None:
@@ -143,22 +144,6 @@ def configured(job: Job, sub_group: int) -> dict[str, Any]:
     }
 
 
-class _Given(torch.autograd.Function):
-    """Zero, whose gradient for the weight is the one given."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, gradients: Gradients, layer: int) -> Tensor:
-        """Answer zero."""
-        ctx.gradient = gradients, layer
-        return weight.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _above: Tensor) -> Any:  # type: ignore[override]
-        """Answer the layer's gradient, whatever the loss."""
-        gradients, layer = ctx.gradient
-        return gradients.of(layer), None, None
-
-
 class Layer(torch.nn.Module):
     """One weight; a module of its own, so that ZeRO gathers and gives back one at a time."""
 
@@ -169,8 +154,7 @@ class Layer(torch.nn.Module):
 
     def forward(self) -> Tensor:
         """Answer zero, with the weight in its graph."""
-        zero: Tensor = _Given.apply(self.weight, self._gradients, self._layer)
-        return zero
+        return zero_with_gradient(self.weight, self._gradients, self._layer)
 
 
 class Layers(torch.nn.Module):
