@@ -86,7 +86,6 @@ class Runner:
         """Make the system, and answer what it took."""
         system, began = SYSTEMS[self._job.system], time.perf_counter()
         system.load(self._job)
-        torch.optim.AdamW([torch.zeros(1)], fused=True)  # torch imports its compiler with its first optimizer
         loaded = time.perf_counter()
         self.memory.begin()
         self._system = system(self._job)

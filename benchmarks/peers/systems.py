@@ -71,7 +71,16 @@ class System:
         """Give back everything the system gives back."""
 
 
-class InMemory(System):
+class WithTorchsOptimizer(System):
+    """One that makes an instance of torch's base class of optimizers."""
+
+    @classmethod
+    def load(cls, job: Job) -> None:
+        """Let torch import its compiler, as it does with the first optimizer."""
+        torch.optim.AdamW([torch.zeros(1)], fused=True)
+
+
+class InMemory(WithTorchsOptimizer):
     """torch.optim.AdamW on float32 masters, all state in memory: gradients are cast, updated, masters cast back.
 
     With float32 parameters there is no master and nothing to cast. `implementation` is fused or foreach.
@@ -110,7 +119,7 @@ class InMemory(System):
         return {"implementation": self._implementation, "optimizer_bytes": held if self.work.device == "cpu" else 0}
 
 
-class Tierstore(System):
+class Tierstore(WithTorchsOptimizer):
     """TieredAdamW with a cpu tier of the budget and the rest in swap files."""
 
     writes_on = True

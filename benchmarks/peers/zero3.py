@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.cpp_extension import get_default_build_root
 
 from benchmarks.peers.systems import AbsentError, Job, System
 from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY, Gradients, Work, zero_with_gradient
@@ -107,6 +106,8 @@ def sub_group_size(work: Work, budget_bytes: int, buffer_count: int = BUFFERS) -
 
 def build_seconds() -> float:
     """Answer how long the operators took to build, whenever that was: the sum of what ninja noted beside them."""
+    from torch.utils.cpp_extension import get_default_build_root
+
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     total = 0.0
     for log in root.rglob(".ninja_log"):
