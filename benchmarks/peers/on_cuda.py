@@ -7,21 +7,20 @@ master, bitsandbytes keeps float32 moments and no master. Their rows say so by `
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.peers.systems import AbsentError, Job, System, made_parameters
-from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY, zero_with_gradient
+from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY
 
 
 class OnCuda(System):
-    """An optimizer on CUDA parameters."""
+    """An optimizer on CUDA parameters; torchao takes gradients from hooks alone."""
 
     promise = "other"
     writes_on = True
+    needs_backward = True
 
     package: str
 
@@ -37,23 +36,12 @@ class OnCuda(System):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._parameters = made_parameters(job.work)
-        self._gradients = job.work.gradients()
+        self.parameters = made_parameters(job.work, self.gradients)
         self._optimizer = self._made()
-
-    def backward(self) -> None:
-        """Run a backward: torchao takes gradients from its hooks alone."""
-        for layer, parameter in enumerate(self._parameters):
-            parameter.grad = None
-            zero_with_gradient(parameter, self._gradients, layer).backward()
 
     def step(self) -> None:
         """Step."""
         self._optimizer.step()
-
-    def weights(self) -> Iterable[Tensor]:
-        """Give the parameters."""
-        return self._parameters
 
     def described(self) -> dict[str, Any]:
         """Tell what host memory the state takes, at the parameter's dtype for torchao."""
@@ -75,10 +63,10 @@ class Torchao(OnCuda):
         from torchao.optim import CPUOffloadOptimizer
 
         options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
-        return CPUOffloadOptimizer(self._parameters, torch.optim.AdamW, **options)
+        return CPUOffloadOptimizer(self.parameters, torch.optim.AdamW, **options)
 
     def _host_bytes(self) -> int:
-        return 4 * self.work.numel * self._parameters[0].element_size()  # parameter, gradient, two moments
+        return 4 * self.work.numel * self.parameters[0].element_size()  # parameter, gradient, two moments
 
 
 class Bitsandbytes(OnCuda):
@@ -89,7 +77,7 @@ class Bitsandbytes(OnCuda):
     def _made(self) -> Any:
         from bitsandbytes.optim import PagedAdamW32bit
 
-        return PagedAdamW32bit(self._parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+        return PagedAdamW32bit(self.parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
     def _host_bytes(self) -> int:
         return 8 * self.work.numel

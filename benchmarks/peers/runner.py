@@ -1,6 +1,6 @@
 """One peer's process: takes a job as a line of JSON on standard input, then orders, and answers each with a line.
 
-Orders: `{"do": "steps", "count": n}` takes n steps and tells their seconds and bytes; `{"do": "finish", "reference":
+Orders: `{"do": "steps", "count": n}` takes steps and tells their seconds and bytes; `{"do": "finish", "reference":
 path}` compares the weights and ends. Whatever a peer prints goes to standard error. Bytes are the kernel's count for
 this process of what reached a block device; memory is anonymous and shared memory that is resident, sampled, since the
 kernel keeps a peak only of both and file pages together.
@@ -96,30 +96,33 @@ class Runner:
         }
 
     def _steps(self, count: int) -> dict[str, Any]:
-        """Take `count` steps. A system that writes on after a step takes one more before, which is not counted: the
-        time then goes from the end of one step to the end of another, and leaves out no byte of a whole step."""
+        """Take `count` steps back to back, then as many each after a backward; `taken` tells how many in all.
+
+        A system that writes on after a step takes one more before either, which is not counted: the time then goes from
+        the end of one step to the end of another, and leaves out no byte of a whole step.
+        """
         system = self._made()
         self.memory.watch()
-        if system.writes_on:
-            system.backward()
-            system.step()
+        taken = self._lead_in()
         begun, backward_seconds, backward_moved, seconds = Moved.now(), 0.0, Moved(), []
         for _ in range(count):
-            before, began = Moved.now(), time.perf_counter()
-            system.backward()
-            self._wait_for_device()
-            backward_seconds += time.perf_counter() - began
-            backward_moved += Moved.now() - before
-            began = time.perf_counter()
-            system.step()
-            self._wait_for_device()
-            seconds.append(time.perf_counter() - began)
+            if system.needs_backward:
+                before = Moved.now()
+                backward_seconds += self._timed(system.backward)
+                backward_moved += Moved.now() - before
+            seconds.append(self._timed(system.step))
         moved = Moved.now() - begun - backward_moved
         system.settle()
+        taken += count
+        iterations_seconds = sum(seconds) + backward_seconds
+        if not system.needs_backward:
+            taken += self._lead_in() + count
+            iterations_seconds = sum(self._timed(system.backward) + self._timed(system.step) for _ in range(count))
+            system.settle()
         return {
-            "taken": count + system.writes_on,
+            "taken": taken,
             "seconds": seconds,
-            "backward_seconds": backward_seconds / count,
+            "iteration_seconds": iterations_seconds / count,
             "peak_bytes": self.memory.peak(),
             "step": moved.per(count),
             "backward": backward_moved.per(count),
@@ -133,9 +136,22 @@ class Runner:
         system.close()
         return answer
 
-    def _wait_for_device(self) -> None:
+    def _lead_in(self) -> int:
+        """Take the step that is not counted; answer how many that were."""
+        system = self._made()
+        if not system.writes_on:
+            return 0
+        if system.needs_backward:
+            system.backward()
+        system.step()
+        return 1
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        work()
         if self._job.work.device != "cpu":
             torch.accelerator.synchronize()
+        return time.perf_counter() - began
 
     def _made(self) -> System:
         if self._system is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,16 @@ class Swapped(System):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._keeps_pages: bool = job.options.get("page_cache", False)
-        self._parameters = made_parameters(job.work)
+        self.parameters = made_parameters(job.work, self.gradients)
         self._files = [job.folder / f"{layer}.state" for layer in range(job.work.layers)]
         self._steps = 0
-        for parameter, file in zip(self._parameters, self._files, strict=True):
+        for parameter, file in zip(self.parameters, self._files, strict=True):
             self._create(file, fresh_fields(parameter, job.work.has_master))
 
     def step(self) -> None:
         """Take, update and put back the state of one parameter after the other."""
         self._steps += 1
-        for parameter, file in zip(self._parameters, self._files, strict=True):
+        for parameter, file in zip(self.parameters, self._files, strict=True):
             assert parameter.grad is not None
             self._update(file, parameter, parameter.grad)
 
@@ -44,10 +43,6 @@ class Swapped(System):
         """Write what the page cache still holds."""
         for file in self._files if self._keeps_pages else ():
             _write_out(file)
-
-    def weights(self) -> Iterable[Tensor]:
-        """Give the parameters."""
-        return self._parameters
 
     def described(self) -> dict[str, Any]:
         """Tell whether pages are kept; one parameter's state and its float32 gradient are held at a time."""

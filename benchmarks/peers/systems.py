@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY, Work
+from benchmarks.peers.work import BETAS, EPS, LR, WEIGHT_DECAY, Gradients, Work, zero_with_gradient
 from tierstore import TieredAdamW
 
 
@@ -41,16 +41,23 @@ class System:
     or `other` (it keeps state of lower precision, so the work is not quite the same)."""
     writes_on: bool = False
     """Whether a step returns before its last bytes are written."""
+    needs_backward: bool = False
+    """Whether gradients reach it by a backward alone, so that there is no step without one."""
 
     def __init__(self, job: Job) -> None:
         self.work = job.work
+        self.gradients = job.work.gradients()
+        self.parameters: list[torch.nn.Parameter] = []
 
     @classmethod
     def load(cls, job: Job) -> None:
         """Import what is needed, before memory is measured. Raises AbsentError."""
 
     def backward(self) -> None:
-        """Bring the gradients to where the step takes them from; not measured as time of the step."""
+        """Run a backward, which makes the same gradients anew; not measured as time of the step."""
+        for layer, parameter in enumerate(self.parameters):
+            parameter.grad = None
+            zero_with_gradient(parameter, self.gradients, layer).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """Update every parameter."""
@@ -61,7 +68,7 @@ class System:
 
     def weights(self) -> Iterable[Tensor]:
         """Give every layer's weight, in order."""
-        raise NotImplementedError
+        return self.parameters
 
     def described(self) -> dict[str, Any]:
         """Tell the configuration, and `optimizer_bytes` of host memory that it implies."""
@@ -90,8 +97,8 @@ class InMemory(WithTorchsOptimizer):
         super().__init__(job)
         self._implementation = job.options["implementation"]
         self.promise = "bits" if self._implementation == "fused" else "rounding"
-        self._parameters = made_parameters(job.work)
-        self._masters = [torch.nn.Parameter(p.detach().float()) if job.work.has_master else p for p in self._parameters]
+        self.parameters = made_parameters(job.work, self.gradients)
+        self._masters = [torch.nn.Parameter(p.detach().float()) if job.work.has_master else p for p in self.parameters]
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, **{self._implementation: True}
         )
@@ -101,17 +108,13 @@ class InMemory(WithTorchsOptimizer):
         if not self.work.has_master:
             self._optimizer.step()
             return
-        for master, parameter in zip(self._masters, self._parameters, strict=True):
+        for master, parameter in zip(self._masters, self.parameters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
         self._optimizer.step()
-        for master, parameter in zip(self._masters, self._parameters, strict=True):
+        for master, parameter in zip(self._masters, self.parameters, strict=True):
             parameter.detach().copy_(master.detach())
             master.grad = None
-
-    def weights(self) -> Iterable[Tensor]:
-        """Give the parameters."""
-        return self._parameters
 
     def described(self) -> dict[str, Any]:
         """Tell the formula; the state lies in memory whole."""
@@ -126,7 +129,7 @@ class Tierstore(WithTorchsOptimizer):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._parameters = made_parameters(job.work)
+        self.parameters = made_parameters(job.work, self.gradients)
         self._policy: dict[str, Any] = {
             "tiers": {
                 **({"gpu": {}} if job.work.device != "cpu" else {}),
@@ -135,16 +138,12 @@ class Tierstore(WithTorchsOptimizer):
             }
         }
         self._optimizer = TieredAdamW(
-            self._parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, policy=self._policy
+            self.parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, policy=self._policy
         )
 
     def step(self) -> None:
         """Step; write-backs go on and are the next step's to wait for."""
         self._optimizer.step()
-
-    def weights(self) -> Iterable[Tensor]:
-        """Give the parameters."""
-        return self._parameters
 
     def described(self) -> dict[str, Any]:
         """Tell the policy and what the store says of itself."""
@@ -157,9 +156,9 @@ class Tierstore(WithTorchsOptimizer):
         self._optimizer.close()
 
 
-def made_parameters(work: Work) -> list[torch.nn.Parameter]:
+def made_parameters(work: Work, gradients: Gradients) -> list[torch.nn.Parameter]:
     """Make every layer's parameter, its gradient in place."""
-    gradients, made = work.gradients(), []
+    made = []
     for layer in range(work.layers):
         parameter = torch.nn.Parameter(work.weight(layer))
         parameter.grad = gradients.of(layer)

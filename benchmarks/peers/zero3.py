@@ -36,6 +36,7 @@ class ZeroThree(System):
     """A DeepSpeed engine around layers whose backward gives exactly the work's gradients."""
 
     promise = "rounding"
+    needs_backward = True
 
     @classmethod
     def load(cls, job: Job) -> None:
