@@ -28,17 +28,17 @@ SPEED = (
     Column("rate", "parameters/s", ",.0f"),
     Column("step", "step", "seconds"),
     Column("beside", "x DeepSpeed", ".2f"),
-    Column("iterations", "x, with backward", ".2f"),
-    Column("torch", "x torch fused", ".2f"),
-    Column("moved", "B/param, step", ".2f"),
-    Column("before", "before it", ".2f"),
-    Column("raw", "of raw device", "percent"),
-    Column("cpu", "CPU s/step", ".2f"),
-    Column("trouble", "not measured, because"),
+    Column("iterations", "+ backward", ".2f"),
+    Column("torch", "x fused", ".2f"),
+    Column("moved", "B/param", ".2f"),
+    Column("before", "before", ".2f"),
+    Column("raw", "of raw", "percent"),
+    Column("cpu", "CPU s", ".2f"),
+    Column("trouble", "not here"),
 )
 COST = (
     Column("name", "system"),
-    Column("planned", "memory, by its settings", "bytes"),
+    Column("planned", "memory, set", "bytes"),
     Column("peak", "seen", "bytes"),
     Column("iteration", "backward + step", "seconds"),
     Column("load", "import, build", "seconds"),
@@ -117,6 +117,7 @@ def report_of(figures: Figures) -> Report:
         _verify(name, figures.ends[name] or {})
     work = figures.work
     speed = [_speed(figures, name) for name in figures.peers]
+    columns = SPEED if len(whole) < len(figures.peers) else SPEED[:-1]
     cost = [_cost(figures, name) for name in whole]
     builds = [end["described"].get("build_seconds", 0.0) for name in whole if (end := figures.ends[name])]
     return Report(
@@ -125,7 +126,9 @@ def report_of(figures: Figures) -> Report:
         options={"work": work.to_dict(), "rounds": len(figures.raw), "steps": figures.steps},
         environment=environment([figures.folder]),
         tables=(
-            Table(f"{work.numel:,} {work.dtype} parameters on {work.device}, medians", SPEED, tuple(speed), NOTE_SPEED),
+            Table(
+                f"{work.numel:,} {work.dtype} parameters on {work.device}, medians", columns, tuple(speed), NOTE_SPEED
+            ),
             Table("what it takes, and what it leaves", COST, tuple(cost), NOTE_COST),
         ),
         verified=f"{work.numel:,} weights of each of {len(whole)} systems against torch's fused AdamW",
