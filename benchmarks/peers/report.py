@@ -237,6 +237,6 @@ def draw(report: Report) -> Figure:
     rates.set_xlabel("million parameters/s")
     moved.barh(names, [row["moved"] for row in rows], color=colours, label="step")
     moved.barh(names, [row["before"] for row in rows], left=[row["moved"] for row in rows], color=COLOURS[3])
-    moved.set_xlabel("bytes per parameter to and from the disk (yellow: in the backward before)")
+    moved.set_xlabel("disk bytes per parameter (yellow: in the backward)")
     moved.set_yticklabels([])
     return drawn
