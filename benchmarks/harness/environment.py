@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,11 @@ from tierstore.pressure import mounts
 
 _PACKAGES = ("aiofiles", "libaio", "numpy", "deepspeed", "torchao", "bitsandbytes", "numba")
 _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
+
+_MATTERS = re.compile(
+    r"(rw|discard|sync|dirsync|no(atime|diratime|barrier|cow)|(data|commit|compress\S*|barrier)=?\S*)$"
+)
+"""Mount options that can change how fast files are."""
 
 
 def environment(folders: Sequence[Path] = (), policy: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -48,7 +54,7 @@ def storage(folder: Path) -> dict[str, Any]:
     if under:
         nearest = max(under, key=lambda mount: len(Path(mount.point).parts))
         found["filesystem"] = nearest.filesystem
-        found["mount_options"] = ",".join(nearest.options)
+        found["mount_options"] = ",".join(option for option in nearest.options if _MATTERS.match(option))
     return found | _disk(os.stat(real).st_dev)
 
 
@@ -79,7 +85,7 @@ def _hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "machine": platform.machine(),
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "vector": torch.backends.cpu.get_cpu_capability(),
         "accelerator": None,
     }

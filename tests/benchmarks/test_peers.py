@@ -1,0 +1,162 @@
+"""The peers that need nothing but torch do the same work at kilobyte sizes; who is absent or wrong is told so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness import Report, VerificationError, command
+from benchmarks.harness.rawdevice import Sample
+from benchmarks.peers.__main__ import main
+from benchmarks.peers.process import Contender
+from benchmarks.peers.report import Figures, report_of
+from benchmarks.peers.runner import Runner
+from benchmarks.peers.work import Work, compare, reference_weights
+from benchmarks.peers.zero3 import BUFFERS, configured, sub_group_size
+
+HERE = {
+    "tierstore": ("tierstore", {}),
+    "fused": ("torch", {"implementation": "fused"}),
+    "foreach": ("torch", {"implementation": "foreach"}),
+    "saved": ("saved", {"page_cache": False}),
+    "mapped": ("mapped", {"page_cache": False}),
+    "mapped, page cache": ("mapped", {"page_cache": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take most of the time of kilobytes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def runner(work: Work, system: str, options: dict[str, Any], folder: Path) -> Runner:
+    job = {"system": system, "work": work.to_dict(), "budget_bytes": 128 << 10, "folder": str(folder)}
+    return Runner({**job, "options": options})
+
+
+def through(work: Work, name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Take a system through its whole life in this process: what it answered to begin, two steps, and finish."""
+    made = runner(work, *HERE[name], folder)
+    begun = made.obey({"do": "begin"})
+    taken = made.obey({"do": "steps", "count": 2})
+    torch.save(reference_weights(work, {taken["taken"]})[taken["taken"]], folder / "reference")
+    return begun, taken, made.obey({"do": "finish", "reference": str(folder / "reference")})
+
+
+def figures(work: Work, folder: Path, found: dict[str, Any], absent: dict[str, str] | None = None) -> Figures:
+    troubles = dict.fromkeys(found, "") | (absent or {})
+    return Figures(
+        work=work,
+        folder=folder,
+        steps=2,
+        peers={
+            n: (Contender(n, n, 0, {}, "fused", 2.0 if n == "tierstore" else None), {}, t) for n, t in troubles.items()
+        },
+        rounds={n: [found[n][1]] if n in found else [None] for n in troubles},
+        raw=[Sample(1 << 20, 0.001, 0.0)],
+        ends={n: {**found[n][2], "files_left": 0, "bytes_left": 0} if n in found else None for n in troubles},
+    )
+
+
+class TestSystems:
+    @pytest.mark.parametrize("name", HERE)
+    def test_a_system_ends_with_the_references_weights_and_leaves_no_file(self, name: str, tmp_path: Path) -> None:
+        begun, taken, end = through(Work(3, 96), name, tmp_path)
+        assert begun["begin_seconds"] > 0 and len(taken["seconds"]) == 2
+        assert end["compared"] == {"differing": 0.0, "drift": 0.0} or name == "foreach"
+        assert end["compared"]["drift"] < 1e-2
+        assert [file.name for file in tmp_path.iterdir()] == ["reference"]
+
+    @pytest.mark.parametrize("name", ["tierstore", "mapped"])
+    def test_float32_parameters_need_no_master(self, name: str, tmp_path: Path) -> None:
+        work = Work(2, 64, "float32")
+        assert work.state_bytes == 8 * work.numel
+        assert through(work, name, tmp_path)[2]["compared"]["differing"] == 0
+
+    @pytest.mark.parametrize(("name", "taken"), [("tierstore", 6), ("saved", 4)])
+    def test_who_writes_on_takes_a_step_more_so_that_its_last_writes_are_within_the_time(
+        self, name: str, taken: int, tmp_path: Path
+    ) -> None:
+        assert through(Work(1, 64), name, tmp_path)[1]["taken"] == taken
+
+    def test_what_needs_cuda_says_so(self, tmp_path: Path) -> None:
+        answer = runner(Work(1, 32), "torchao", {}, tmp_path).obey({"do": "begin"})
+        assert answer == {"absent": "works on CUDA parameters only: --device cuda"}
+
+    def test_an_error_of_a_system_is_an_answer(self, tmp_path: Path) -> None:
+        answer = runner(Work(1, 32), "saved", {}, tmp_path / "missing").obey({"do": "begin"})
+        assert "missing" in answer["failed"]
+
+
+class TestComparison:
+    def test_one_unit_in_the_last_place_is_no_drift_and_a_missed_step_is(self) -> None:
+        work = Work(1, 64)
+        one, two = reference_weights(work, {1, 2}).values()
+        bits = two[0].view(torch.int16)
+        assert compare([(bits + 1).view(torch.bfloat16)], two, work)["differing"] == 1.0
+        assert compare([(bits + 1).view(torch.bfloat16)], two, work)["drift"] <= 0.0
+        assert compare(one, two, work)["drift"] > 0.2
+
+
+class TestReport:
+    def test_ratios_are_those_of_the_rows_own_neighbour_and_who_is_absent_is_a_row(self, tmp_path: Path) -> None:
+        work = Work(2, 64)
+        found = {}
+        for name in ("tierstore", "fused"):
+            (tmp_path / name).mkdir()
+            found[name] = through(work, name, tmp_path / name)
+        found["tierstore"][1]["seconds"], found["fused"][1]["seconds"] = [1.0, 1.0], [3.0, 3.0]
+        found["tierstore"][1]["iteration_seconds"], found["fused"][1]["iteration_seconds"] = 2.0, 5.0
+        for begun, _, _ in found.values():
+            begun["load_seconds"] = 0.0
+        made = figures(work, tmp_path, found, {"torchao": "absent: no CUDA"})
+        made = Figures(**{f: getattr(made, f) for f in made.__slots__} | {"peers": _begun(made, found)})
+        report = report_of(made)
+        ours, _, absent = report.tables[0].rows
+        assert ours["beside"] == 3.0 and ours["iterations"] == 2.5 and ours["rate"] == work.numel
+        assert absent == {"name": "torchao", "trouble": "absent: no CUDA"}
+        assert report.checks[0].seen == "3.00" and report.checks[0].holds is None
+        assert Report.from_dict(report.to_dict()) == report
+
+    def test_other_bits_than_promised_are_no_result(self, tmp_path: Path) -> None:
+        begun, taken, end = through(Work(1, 32), "mapped", tmp_path)
+        wrong = {**end, "compared": {"differing": 0.1, "drift": 0.0}}
+        with pytest.raises(VerificationError, match=r"mapped: 10\.00%"):
+            report_of(figures(Work(1, 32), tmp_path, {"mapped": (begun, taken, wrong)}))
+
+
+def _begun(made: Figures, found: dict[str, Any]) -> dict[str, Any]:
+    return {n: (c, found[n][0] if n in found else {}, trouble) for n, (c, _, trouble) in made.peers.items()}
+
+
+class TestDeepSpeedsConfiguration:
+    @pytest.mark.parametrize(("budget_mib", "layers"), [(1, 1), (128, 1), (254, 2), (586, 5)])
+    def test_its_buffers_come_nearest_to_the_budget_in_whole_layers(self, budget_mib: int, layers: int) -> None:
+        work = Work.of(100_000_000, 1664, "bfloat16", "cpu")
+        assert sub_group_size(work, budget_mib << 20) == layers * 1664**2
+
+    def test_both_pipelines_are_on_and_clipping_is_off(self, tmp_path: Path) -> None:
+        job = runner(Work(1, 32), "deepspeed", {"device": "nvme"}, tmp_path)._job
+        config = configured(job, 1024)
+        offload = config["zero_optimization"]["offload_optimizer"]
+        assert offload["pipeline_read"] and offload["pipeline_write"] and offload["buffer_count"] == BUFFERS >= 12
+        assert config["gradient_clipping"] == 0.0  # its default is 1.0
+
+
+def test_the_command_runs_a_peer_in_a_process_of_its_own(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command(main, ["--quick", f"--json={found}", f"--folder={tmp_path}", "--only=memory-mapped, page"])
+    report = Report.from_dict(json.loads(found.read_text()))
+    (row,) = report.tables[0].rows
+    assert row["name"] == "memory-mapped, page cache" and row["rate"] > 0
+    assert report.tables[1].rows[0]["weights"] == "same bits"
+    assert str(tmp_path) not in found.read_text()
