@@ -99,6 +99,7 @@ class Binding:
             for dtype in {precision_of(chunk.cls) for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
                 for options in {replace(rule.options(group), lr=1e-3) for group in groups}:  # of any rate
                     self_test(rule, options, dtype)
+                    rule.takes_any_shape(options)  # which is tried once
         except BaseException:
             self.store.close()
             raise
@@ -353,7 +354,7 @@ def _cut(plant: Plant, specs: Sequence[ParameterSpec]) -> Blueprint:
     """Cut parameters into chunks of the size that suits the plant."""
     state_bytes = sum(spec.cls.bytes_of(spec.elements) for spec in specs)
     largest_element = max((spec.cls.bytes_of(1) for spec in specs), default=0)
-    chunk_bytes = plant.chunk_bytes(state_bytes, largest_element)
+    chunk_bytes = plant.chunk_bytes(state_bytes, largest_element, classes=len({spec.cls for spec in specs}))
     try:
         layout = make_layout(specs, chunk_bytes)
     except ValueError as error:

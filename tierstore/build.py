@@ -24,6 +24,7 @@ from tierstore.io import Engine, open_engine
 from tierstore.placement import (
     LARGEST_CHUNK,
     PIPELINE_EXTENTS,
+    UNHURRIED_CHUNK,
     Asked,
     Need,
     Room,
@@ -125,14 +126,26 @@ class Plant:
         device = None if self.parameters_on is None else self.parts.open_device("auto", self.parameters_on)
         return device or HostDevice()
 
-    def chunk_bytes(self, state_bytes: int, largest_element: int) -> int:
-        """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes."""
+    def chunk_bytes(self, state_bytes: int, largest_element: int, *, classes: int | None) -> int:
+        """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes.
+
+        `classes`: of so many classes is all state there will be; None: more of it may come.
+        """
         if self.policy.chunk_size != "auto":
             return whole_pages(self.policy.chunk_size)
         asked = self.given_bytes("gpu" if self.gpu is not None else "cpu")
         smallest = max(1 << 14, whole_pages(1024 * largest_element + 4095))
         largest = LARGEST_CHUNK if self.tuning is None else self.tuning.chunk_size.value
-        return auto_chunk_bytes(state_bytes, asked, largest=largest, smallest=smallest)
+        stays = classes is not None and self._keeps(state_bytes + classes * UNHURRIED_CHUNK, asked)
+        return auto_chunk_bytes(state_bytes, asked, largest=largest, smallest=smallest, stays=stays)
+
+    def _keeps(self, nbytes: int, given: int | None) -> bool:
+        """Whether the tier that computes, of a `given` capacity or none, is sure to take so many bytes."""
+        if given is None and self.gpu is not None:
+            return self.names == ("gpu",)  # else chunks only stream through it
+        if given is None:
+            given = _free_host_memory() if "cpu" in self.names else 0
+        return nbytes <= given
 
     def tuned(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> Plant:
         """This plant with what is `auto` set by measured rates, if so much of these chunks has its home in files.
@@ -253,7 +266,7 @@ class Plant:
             return Asked(given // extent_bytes)
         if name != "cpu":
             return Asked(None)
-        limit = max(1, host_memory().available_bytes // 2 // local_ranks() // extent_bytes)
+        limit = max(1, _free_host_memory() // extent_bytes)
         return Asked(None, limit=limit, pipeline=self._pipeline)
 
     @property
@@ -349,6 +362,11 @@ def _tell_rates(rates: Rates, tuning: Tuning | None) -> None:
         _log.info("%s", choice)
     if tuning.bound:
         _log.info("%s", tuning.bound)
+
+
+def _free_host_memory() -> int:
+    """Bytes that a cpu tier may take which finds its size by itself: half of what is left, for each local rank."""
+    return host_memory().available_bytes // 2 // local_ranks()
 
 
 def _why_no_gpu(gpu_tier: GpuTier) -> str:

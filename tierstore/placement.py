@@ -125,15 +125,20 @@ def tiers_that_hold(computed_in: Sequence[str], rooms: Mapping[str, Room]) -> se
 
 
 def auto_chunk_bytes(
-    state_bytes: int, compute_bytes: int | None, *, largest: int = LARGEST_CHUNK, smallest: int = 1 << 14
+    state_bytes: int,
+    compute_bytes: int | None,
+    *,
+    largest: int = LARGEST_CHUNK,
+    smallest: int = 1 << 14,
+    stays: bool = False,
 ) -> int:
     """Bytes of a chunk: at most `largest`, at least 16 extents in the tier that computes; a whole number of pages.
 
-    Not below 16 MiB where that leaves room for all state twice: to begin a chunk takes up to 100 us, as caches have
-    been swept by the one before, which is what the update of 1 MiB takes.
+    Not below 16 MiB where all state `stays` in that tier: to begin a chunk takes up to 100 us, as caches have been
+    swept by the one before, which is what the update of 1 MiB takes.
     """
     available = state_bytes if compute_bytes is None else min(state_bytes, compute_bytes)
-    if compute_bytes is None or compute_bytes >= 2 * max(state_bytes, UNHURRIED_CHUNK):
+    if stays:
         smallest = max(smallest, min(state_bytes * 9 // 8 + 4096, UNHURRIED_CHUNK))
     chunk_bytes = max(smallest, min(largest, available // 16))
     return whole_pages(chunk_bytes)

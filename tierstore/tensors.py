@@ -389,7 +389,7 @@ def _accelerators(policy: TierPolicy) -> list[torch.device]:
 def _chunk_bytes(plant: Plant) -> int:
     """The policy's, or CHUNK_BYTES, or less for 16 chunks in the smallest memory that was given a capacity."""
     given = [nbytes for tier in ("gpu", "cpu") if (nbytes := plant.given_bytes(tier)) is not None]
-    return plant.chunk_bytes(min([16 * CHUNK_BYTES, *given]), 0)
+    return plant.chunk_bytes(min([16 * CHUNK_BYTES, *given]), 0, classes=None)
 
 
 def _check_capacities(plant: Plant, asked: Mapping[str, Asked], extent_bytes: int) -> None:

@@ -663,8 +663,8 @@ def test_a_load_gives_up_what_backward_has_begun(tmp_path: Path) -> None:
     saved = copy.deepcopy((mine.state_dict(), optimizer.state_dict()))
     optimizer.zero_grad()
     mine(5).backward()
+    optimizer.load_state_dict(saved[1])  # first: until then what backward has begun may go on
     mine.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
     for step in range(2, 4):
         take_step(mine, optimizer, step)
         take_step(theirs, reference, step)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tierstore.build import Parts, Plant, plan_plant
 from tierstore.errors import DiskFullError
@@ -209,7 +210,7 @@ def test_more_is_moved_as_the_rates_advise_and_told(tmp_path: Path, caplog: pyte
     (asked,) = finder.asked
     assert asked == ([tmp_path], {"engine": "auto", "direct": None, "memory_bytes": GIB})
     assert plant.tuning is not None
-    extent_bytes = plant.chunk_bytes(2 * GIB, 8)
+    extent_bytes = plant.chunk_bytes(2 * GIB, 8, classes=1)
     assert extent_bytes == plant.tuning.chunk_size.value == 64 * MIB
     setup = plant.build({"cpu": Room(1), "nvme": Room(1)}, 4096)
     setup.transfer.close()
@@ -224,7 +225,7 @@ def test_what_the_policy_says_is_not_tuned(tmp_path: Path) -> None:
     io = {"threads": 3, "queue_depth": 5, "request_size": 8192}
     engines = list[Any]()
     plant = tuned(Finder(Rates({"disk": FAST}, None, "2026")), 2 * GIB, tmp_path, engines, io=io, chunk_size="1MiB")
-    assert plant.chunk_bytes(2 * GIB, 8) == MIB
+    assert plant.chunk_bytes(2 * GIB, 8, classes=1) == MIB
     setup = plant.build({"cpu": Room(1), "nvme": Room(1)}, 4096)
     setup.transfer.close()
     assert engines == [io]
@@ -232,7 +233,7 @@ def test_what_the_policy_says_is_not_tuned(tmp_path: Path) -> None:
 
 def test_tuned_chunks_are_small_enough_for_16_in_the_tier_that_computes(tmp_path: Path) -> None:
     plant = tuned(Finder(Rates({"disk": FAST}, None, "2026")), 2 * GIB, tmp_path, capacity=256 * MIB)
-    assert plant.chunk_bytes(2 * GIB, 8) == 16 * MIB
+    assert plant.chunk_bytes(2 * GIB, 8, classes=1) == 16 * MIB
 
 
 def test_staging_is_as_deep_as_the_rates_advise(tmp_path: Path) -> None:
@@ -248,7 +249,26 @@ def test_without_rates_the_defaults_stay(tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level("INFO")
     engines = list[Any]()
     plant = tuned(Finder(Rates({}, None, None, ("another process is measuring",))), 2 * GIB, tmp_path, engines)
-    assert plant.tuning is None and plant.chunk_bytes(2 * GIB, 8) == 64 * MIB
+    assert plant.tuning is None and plant.chunk_bytes(2 * GIB, 8, classes=1) == 64 * MIB
     plant.build({"cpu": Room(1), "nvme": Room(1)}, 4096).transfer.close()
     assert engines == [{"threads": None, "queue_depth": None, "request_size": None}]
     assert "another process is measuring" in caplog.text and "the defaults stay" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tiers", "classes", "chunk_bytes"),
+    [
+        ({"cpu": {"capacity": "36MiB"}, "nvme": {}}, 1, 16 * MIB),
+        ({"cpu": {"capacity": "36MiB"}, "nvme": {}}, 2, 20 * MIB // 16 // 4096 * 4096),
+        ({"cpu": {"capacity": "36MiB"}, "nvme": {}}, None, 20 * MIB // 16 // 4096 * 4096),
+        ({"cpu": {}, "nvme": {}}, 1, 16 * MIB),
+        ({"nvme": {}}, 1, 20 * MIB // 16 // 4096 * 4096),
+        ({"gpu": {"device": "cpu"}}, 1, 16 * MIB),
+        ({"gpu": {"device": "cpu"}, "cpu": {}}, 1, 20 * MIB // 16 // 4096 * 4096),
+    ],
+)
+def test_chunks_are_large_only_where_all_state_of_all_classes_is_sure_to_stay(
+    tiers: dict[str, Any], classes: int | None, chunk_bytes: int
+) -> None:
+    plant = plan_plant(TierPolicy.load({"tiers": tiers}), [torch.device("cpu")])
+    assert plant.chunk_bytes(20 * MIB, 8, classes=classes) == chunk_bytes

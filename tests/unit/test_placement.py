@@ -204,17 +204,22 @@ def test_chunks_pass_through_every_tier_from_where_they_are_used_to_their_home(
         (10**12, None, 64 * MIB),
         (10**12, 256 * MIB, 16 * MIB),
         (10**12, 100 * MIB, 6 * MIB),
-        (20 * MIB, 30 * MIB, 20 * MIB // 16 // 4096 * 4096),
-        (20 * MIB, 100 * MIB, 16 * MIB),
-        (8 * MIB, 100 * MIB, 8 * MIB),
+        (20 * MIB, 100 * MIB, 20 * MIB // 16 // 4096 * 4096),
         (0, None, 1 << 14),
         (10**6, 0, 1 << 14),
     ],
 )
-def test_chunks_are_as_large_as_leaves_sixteen_where_they_are_used_and_larger_where_nothing_must_move(
+def test_chunks_are_as_large_as_leaves_sixteen_where_they_are_used(
     state_bytes: int, compute_bytes: int | None, chunk_bytes: int
 ) -> None:
     assert auto_chunk_bytes(state_bytes, compute_bytes) == chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "chunk_bytes"), [(10**12, 64 * MIB), (20 * MIB, 16 * MIB), (8 * MIB, 8 * MIB), (0, 1 << 14)]
+)
+def test_chunks_of_state_that_stays_are_larger(state_bytes: int, chunk_bytes: int) -> None:
+    assert auto_chunk_bytes(state_bytes, None, stays=True) == chunk_bytes
 
 
 @pytest.mark.parametrize(("asked", "given_bytes"), [(4096, 4096), (8191, 4096), (3 * MIB, 2 * MIB), (2 * MIB, 2 * MIB)])
