@@ -78,9 +78,15 @@ class Flights:
         """How many extents of a tier are being left and promised to nobody."""
         return len(self._leaving[tier])
 
-    def next_leaving(self, tier: str) -> Flight | None:
-        """The flight that has been leaving an unpromised extent of the tier for longest."""
-        return next(self.all_leaving(tier), None)
+    def next_leaving(self, tier: str, towards: str | None = None) -> Flight | None:
+        """The flight that has been leaving an unpromised extent of the tier for longest.
+
+        One that goes to the tier `towards` comes before all others. Whoever comes from there then stands behind copies
+        over one link only: chunks that change places between device and host memory do not wait for a disk.
+        """
+        leaving = self._leaving[tier]
+        same_link = (flight for flight in leaving if flight.destination.tier == towards)
+        return next(same_link, None) or next(iter(leaving), None)
 
     def all_leaving(self, tier: str) -> Iterator[Flight]:
         """The flights that are leaving unpromised extents of the tier, the longest under way first."""

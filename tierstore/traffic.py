@@ -65,14 +65,14 @@ class Traffic:
         Its extent is free, or one that another chunk is still leaving: the copy then follows that one's.
         """
         if move.source is None:
-            self._flights.add(Flight(move.chunk, None, *self._extent_in(move.destination, nbytes)))
+            self._flights.add(Flight(move.chunk, None, *self._extent_in(move.destination, nbytes, None)))
         else:
             self.send(move.chunk, move.destination, nbytes)
 
     def send(self, chunk: int, tier: str, nbytes: int) -> None:
         """Begin one hop of a chunk to a tier (its own, too: to another extent there)."""
         previous = self._flights.of(chunk)
-        place, claims = self._extent_in(tier, nbytes)
+        place, claims = self._extent_in(tier, nbytes, self.ledger.bound_for(chunk))
         try:
             source = self.ledger.begin_move(chunk, place)
         except BaseException:
@@ -103,11 +103,14 @@ class Traffic:
             if place.tier in self.striping:
                 self.striping[place.tier].watch(place.extent, flight.ticket, is_write=is_write)
 
-    def _extent_in(self, tier: str, nbytes: int) -> tuple[Resident, Flight | None]:
-        """Take a free extent, or claim the one that another chunk has been leaving for longest, on the path chosen."""
+    def _extent_in(self, tier: str, nbytes: int, source: str | None) -> tuple[Resident, Flight | None]:
+        """Take a free extent for a chunk from `source`, or claim the one that another has been leaving for longest.
+
+        It lies on the path chosen, or, where there is but one, is rather one that is left for `source`.
+        """
         arena, striping = self.tiers[tier].arena, self.striping.get(tier)
         if striping is None or not striping.has_choice:
-            path, claimed = 0, self._flights.next_leaving(tier)
+            path, claimed = 0, self._flights.next_leaving(tier, source)
         else:
             leaving = self._leaving_by_path(tier)
             path = striping.choose(nbytes, promised=leaving)

@@ -50,6 +50,13 @@ def test_the_extent_left_for_longest_is_promised_first_and_once() -> None:
     assert (flights.next_leaving("cpu"), flights.leaving("cpu")) == (second, 1)
 
 
+def test_an_extent_left_for_the_tier_that_somebody_comes_from_is_promised_before_one_left_for_longer() -> None:
+    down, up = Flight(1, at("cpu", 1), at("nvme", 1)), Flight(2, at("cpu", 2), at("gpu", 2))
+    flights = flights_of(down, up)
+    assert [flights.next_leaving("cpu", towards) for towards in ("gpu", "nvme", None)] == [up, down, down]
+    assert flights_of(down).next_leaving("cpu", "gpu") is down
+
+
 def test_a_landed_flight_frees_its_source_unless_that_was_promised() -> None:
     free, promised = Flight(1, at("cpu", 1), at("nvme", 1)), Flight(2, at("cpu", 2), at("nvme", 2))
     follower = Flight(3, at("nvme", 3), at("cpu", 2), claims=promised)

@@ -65,6 +65,20 @@ def write_back(traffic: Traffic, chunk: int) -> None:
     traffic.issue(Move(chunk, "cpu", "nvme", Reason.WRITE_BACK), RECORD_BYTES)
 
 
+def test_chunks_that_change_places_between_two_tiers_do_not_wait_for_a_third() -> None:
+    """One from the device claimed the extent of a chunk on its way to disk, so that writes went one after another."""
+    traffic, _ = make_traffic(gpu=2, cpu=2, nvme=3)
+    make_chunks(traffic, 0, 1)
+    make_chunks(traffic, 2, tier="gpu")
+    traffic.send(0, "nvme", RECORD_BYTES)
+    left = traffic.ledger.where(1)
+    traffic.send(1, "gpu", RECORD_BYTES)
+    traffic.send(2, "cpu", RECORD_BYTES)
+    moving = traffic.ledger.where(2)
+    assert isinstance(moving, Moving) and moving.destination == left
+    traffic.check()
+
+
 def test_a_move_goes_to_an_extent_that_another_chunk_is_still_leaving() -> None:
     traffic, _ = make_traffic(cpu=1, nvme=2)
     make_chunks(traffic, 0)
