@@ -308,6 +308,22 @@ class HostMemoryContract(MemoryTierContract):
         asked = 16 * (HUGE_PAGE + self.EXTENT)
         assert asked <= anonymous_bytes() - before < asked + 8 * MIB
 
+    def test_what_engines_get_is_the_memory_of_the_extent_as_it_is_now(self, device: Device) -> None:
+        """Slabs that are made and given back in turn have the same number, and what was kept of one is not the next."""
+        tier = MemoryTier("memory", device, self.EXTENT)
+        for value in (1, 2):
+            tier.grow(3, slab_extents=3)
+            extents = [tier.arena.take() for _ in range(3)]
+            memory = [tier.memory_at(extent, 100) for extent in extents]
+            for number, extent in enumerate(extents):
+                tier.bytes_at(extent, 100).fill_(3 * value + number)
+            assert [bytes(one) for one in memory] == [bytes([3 * value + number] * 100) for number in range(3)]
+            assert all(tier.memory_at(extent, 100) is one for extent, one in zip(extents, memory, strict=True))
+            tier.arena.condemn_last()
+            for extent in extents:
+                tier.release(extent)
+            tier.shrink()
+
     def test_memory_goes_back_to_the_system_when_the_tier_shrinks_or_closes(self, device: Device) -> None:
         tier = MemoryTier("memory", device, HUGE_PAGE)
         before = anonymous_bytes()

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tierstore.errors import CapacityError, InvariantError
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """One piece of an arena: `length` bytes from `offset` on in slab number `slab`."""
+class Extent(NamedTuple):
+    """One piece of an arena: `length` bytes from `offset` on in slab number `slab`.
+
+    A tuple, as every move looks extents up several times, and a dataclass would compute its hash in Python.
+    """
 
     slab: int
     offset: int

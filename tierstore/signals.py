@@ -102,7 +102,8 @@ def standing_in(thread: threading.Thread) -> Iterator[None]:
 
 def break_point() -> None:
     """Raise KeyboardInterrupt here if SIGINT has come twice while it was deferred."""
-    may_break = threading.current_thread() in (threading.main_thread(), _deferral.stand_in)
-    if may_break and _deferral.noted.count(signal.SIGINT) > 1:
+    if _deferral.noted.count(signal.SIGINT) < 2:
+        return
+    if threading.current_thread() in (threading.main_thread(), _deferral.stand_in):
         _deferral.noted = [number for number in _deferral.noted if number != signal.SIGINT]
         raise KeyboardInterrupt

@@ -199,7 +199,10 @@ class Recorder:
 
     def record_move(self, source: str, destination: str, nbytes: int, seconds: float) -> None:
         """Add one committed move of `nbytes` that took `seconds`."""
-        route = self._routes.setdefault(f"{source}->{destination}", _Route())
+        name = f"{source}->{destination}"
+        route = self._routes.get(name)
+        if route is None:
+            route = self._routes[name] = _Route()
         route.bytes += nbytes
         route.seconds += seconds
         route.latency.record(seconds)

@@ -112,22 +112,25 @@ class _Follower:
             self.waiting -= 1
             self.failed = self.failed or predecessor.error()
             is_last = self.waiting == 0
-        if is_last:
-            self.go()
-
-    def go(self) -> None:
-        if self.failed is not None:
-            error = TransferCancelledError(f"not begun, because a transfer it had to follow failed: {self.failed}")
-            error.__cause__ = self.failed
-            self.ticket.resolve(error)
+        if not is_last:
             return
-        self.ticket.begin()
-        try:
-            self.start()
-        except TierstoreError as error:
-            self.ticket.resolve(error)
-        except BaseException as error:  # a worker must go on: the ticket carries it
-            self.ticket.resolve(_as_transfer_error(error, self.ticket))
+        if self.failed is None:
+            _go(self.ticket, self.start)
+            return
+        error = TransferCancelledError(f"not begun, because a transfer it had to follow failed: {self.failed}")
+        error.__cause__ = self.failed
+        self.ticket.resolve(error)
+
+
+def _go(ticket: Ticket, start: Callable[[], None]) -> None:
+    """Begin a transfer that has nothing to wait for any more."""
+    ticket.begin()
+    try:
+        start()
+    except TierstoreError as error:
+        ticket.resolve(error)
+    except BaseException as error:  # a worker must go on: the ticket carries it
+        ticket.resolve(_as_transfer_error(error, ticket))
 
 
 class TransferEngine:
@@ -164,9 +167,10 @@ class TransferEngine:
         ticket = Ticket((source[0].name, destination[0].name), nbytes)
         ticket.when_done(self._ended.put)
         start = self._starter(source, destination, nbytes, ticket, ready)
-        follower = _Follower(ticket, start, len(after))
         if not after:
-            follower.go()
+            _go(ticket, start)
+            return ticket
+        follower = _Follower(ticket, start, len(after))
         for predecessor in after:
             predecessor.when_done(follower.hear)
         return ticket
@@ -186,13 +190,14 @@ class TransferEngine:
         tier, extent = source
         ticket = Ticket((tier.name, "host"), into.numel())
         if isinstance(tier, FileTier):
-            start: Callable[[], None] = lambda: self._file(Kind.READ, tier, extent, into, ticket, ready)  # noqa: E731
+            memory = into.numpy().data
+            start: Callable[[], None] = lambda: self._file(Kind.READ, tier, extent, memory, ticket, ready)  # noqa: E731
         else:
             assert isinstance(tier, MemoryTier)
             copy = _Copy(into, tier.bytes_at(extent, into.numel()), ticket, ready)
             lane = self._lane(*ticket.route)
             start = lambda: lane.put(copy)  # noqa: E731
-        _Follower(ticket, start, 0).go()
+        _go(ticket, start)
         return ticket
 
     def close(self) -> None:
@@ -218,19 +223,19 @@ class TransferEngine:
             lane = self._lane(one.name, other.name)
             return lambda: lane.put(_Copy(other.bytes_at(place, nbytes), one.bytes_at(extent, nbytes), ticket, ready))
         if isinstance(one, MemoryTier) and isinstance(other, FileTier):
-            return lambda: self._file(Kind.WRITE, other, place, one.bytes_at(extent, nbytes), ticket, ready)
+            return lambda: self._file(Kind.WRITE, other, place, one.memory_at(extent, nbytes), ticket, ready)
         if isinstance(one, FileTier) and isinstance(other, MemoryTier):
-            return lambda: self._file(Kind.READ, one, extent, other.bytes_at(place, nbytes), ticket, ready)
+            return lambda: self._file(Kind.READ, one, extent, other.memory_at(place, nbytes), ticket, ready)
         raise TypeError(f"no route from {one.name} to {other.name}")
 
     def _file(
-        self, kind: Kind, tier: FileTier, extent: Extent, memory: Tensor, ticket: Ticket, ready: Event | None
+        self, kind: Kind, tier: FileTier, extent: Extent, memory: memoryview, ticket: Ticket, ready: Event | None
     ) -> None:
         if ready is not None:
             ready.wait()
         assert self._io is not None  # a file tier is never built without an engine
         file, offset = tier.range_at(extent)
-        self._io.submit(Operation(kind, file.fd, file.path, offset, memory.numpy().data, file.direct, ticket.resolve))
+        self._io.submit(Operation(kind, file.fd, file.path, offset, memory, file.direct, ticket.resolve))
 
     def _lane(self, source: str, destination: str) -> _Lane:
         name = f"{source}-{destination}"

@@ -244,7 +244,8 @@ class Engine(abc.ABC):
         finally:
             with self._state:
                 self._operations -= 1
-                self._state.notify_all()
+                if not self._operations:
+                    self._state.notify_all()  # who closes waits for the last one
 
     def _refuse_fork(self) -> None:
         if self._pid != os.getpid():

@@ -17,6 +17,7 @@ class MemoryTier(Tier):
         self.device = device
         self._slabs: list[Tensor] = []
         self._views: dict[tuple[int, int, int], Tensor] = {}  # made once: a view costs more than to look it up
+        self._memory: dict[tuple[int, int, int], memoryview] = {}
 
     def bytes_at(self, extent: Extent, nbytes: int) -> Tensor:
         """View the first `nbytes` of an extent as a uint8 tensor, the same one each time."""
@@ -25,6 +26,14 @@ class MemoryTier(Tier):
         if view is None:
             view = self._views[key] = self._slabs[extent.slab].narrow(0, extent.offset, nbytes)
         return view
+
+    def memory_at(self, extent: Extent, nbytes: int) -> memoryview:
+        """The first `nbytes` of an extent of host memory as what engines read into and write from, made once too."""
+        key = extent.slab, extent.offset, nbytes
+        memory = self._memory.get(key)
+        if memory is None:
+            memory = self._memory[key] = self.bytes_at(extent, nbytes).numpy().data
+        return memory
 
     def ranges(self) -> list[tuple[int, int]]:
         """Address and bytes of each slab."""
@@ -36,11 +45,14 @@ class MemoryTier(Tier):
 
     def close(self) -> None:
         self._views.clear()
+        self._memory.clear()
         self._slabs.clear()
 
     def _reserve(self, nbytes: int, path: int) -> None:
         self._slabs.append(self.device.allocate(nbytes))
 
     def _give_back(self, nbytes: int, path: int) -> None:
-        self._views = {key: view for key, view in self._views.items() if key[0] < len(self._slabs) - 1}
+        last = len(self._slabs) - 1
+        self._views = {key: view for key, view in self._views.items() if key[0] < last}
+        self._memory = {key: memory for key, memory in self._memory.items() if key[0] < last}
         del self._slabs[-1]
