@@ -35,6 +35,7 @@ class Run:
 RUNS = (
     Run("swap_latency", on_gpu=()),
     Run("step_time", on_gpu=()),
+    Run("in_backward", draws=False),
     Run("peers", on_gpu=("--device=cuda",)),
     Run("arithmetic", takes_folders=False),
     Run("scaling"),

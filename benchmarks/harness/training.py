@@ -87,6 +87,21 @@ class Turn:
     bound: str  # what the store says the steps could not be faster than
 
 
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What one whole iteration took, in seconds, and what it moved from and to files; a mean of those in a row."""
+
+    forward: float
+    backward: float
+    step: float
+    bytes: float
+
+    @property
+    def whole(self) -> float:
+        """From its first forward to the end of its step."""
+        return self.forward + self.backward + self.step
+
+
 class Contender:
     """A copy of the model, and the optimizer that trains it."""
 
@@ -132,6 +147,23 @@ class Contender:
             _moved(before, after, back_to_back),
             step.bound if step else "",
         )
+
+    def iterate(self, count: int) -> Iteration:
+        """Train so many whole iterations, one after another."""
+        before, sums = self._stats(), [0.0, 0.0, 0.0]
+        for _ in range(count):
+            self.model.zero_grad()
+            marks = [self._now()]
+            loss = self.model(self._batch)
+            marks.append(self._now())
+            loss.backward()
+            marks.append(self._now())
+            self.step()
+            marks.append(self._now())
+            sums = [sum_ + end - begin for sum_, (begin, end) in zip(sums, itertools.pairwise(marks), strict=True)]
+        moved = sum(nbytes for route, nbytes in _moved(before, self._stats(), count).items() if "nvme" in route)
+        forward, backward, step = (sum_ / count for sum_ in sums)
+        return Iteration(forward, backward, step, moved)
 
     def step(self) -> None:
         """One step with the gradients there are."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import arithmetic, page, retention, scaling, step_time, swap_latency
+from benchmarks import arithmetic, in_backward, page, retention, scaling, step_time, swap_latency
 from benchmarks.harness import Json, Quick, Report, VerificationError, command, fill, verify
 from benchmarks.harness.rawdevice import RawDevice
 from benchmarks.harness.routes import Stage
@@ -63,6 +63,12 @@ class TestSmoke:
         events = json.loads(trace.read_text())["traceEvents"]
         tracks = {str(event["args"].get("name")) for event in events}
         assert "control thread" in tracks and any(track.startswith("tierstore-io") for track in tracks)
+
+    def test_updates_in_backward_end_with_the_bits_of_updates_in_the_step(self, tmp_path: Path) -> None:
+        report = run(in_backward.main, tmp_path, f"--folder={tmp_path}", "--rounds=1", "--iterations=1")
+        step, backward = (row(report, 0, tiers=f"cpu+nvme 50%, {update}") for update in ("step", "backward"))
+        assert step["io"] > 0 and backward["io"] > 0 and step["of_step"] == 1.0
+        assert report.verified.startswith("0.4 MB")  # four contenders beside the one in memory
 
     def test_arithmetic_compares_every_way_with_torch(self, tmp_path: Path) -> None:
         report = run(arithmetic.main, tmp_path)
