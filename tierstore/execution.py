@@ -57,10 +57,12 @@ class Execution:
     ) -> StepStats:
         """Run a step's plan, on one core less where that is faster; return what that took and what it moved.
 
-        Where uses wait to be `ready`, others compute meanwhile, and no core is taken from them.
+        Where uses wait to be `ready`, others compute meanwhile, and this run always has one core less: where there are
+        more threads than cores, the parts of an operation wait for each other several times as long as they take.
         """
         if ready is not None:
-            return self.run(plan, use, finish, ready)
+            with leaving_one_free():
+                return self.run(plan, use, finish, ready)
         with leaving_one_free() if self._sparing.is_on and self._uses_files(plan) else nullcontext():
             stats = self.run(plan, use, finish)
         self._sparing.hear(stats)

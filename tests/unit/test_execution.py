@@ -147,6 +147,14 @@ def test_a_run_that_moves_nothing_over_files_takes_all_cores(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_a_run_beside_others_that_compute_leaves_a_core_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, read=1.0, write=1.0)
+    bench.store.run(ORDER, ORDER, bench._use, ready=lambda chunk: None)
+    assert bench.threads == [1] * 12
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_a_core_is_left_free_on_the_calling_thread_alone_and_taken_back_whatever_happens() -> None:
     found = []
 
