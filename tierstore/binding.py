@@ -21,10 +21,10 @@ from tierstore.blueprint import draw
 from tierstore.build import Parts
 from tierstore.counts import StepCounts
 from tierstore.cuts import Cuts
-from tierstore.device import map_host_memory
 from tierstore.errors import TransferError
 from tierstore.kernels import self_test
 from tierstore.layout import Chunk, ChunkClass, Field, Span
+from tierstore.mapping import map_host_memory
 from tierstore.members import NONE, Member, WithState, local_of, needs_state, outline_of, survey
 from tierstore.policy import TierPolicy
 from tierstore.records import (

@@ -15,10 +15,10 @@ from tests.fakes import PATIENCE_SECONDS, FaultyEngine
 from tierstore import calibrate
 from tierstore.calibrate import MOST_BYTES, find_rates, within
 from tierstore.cores import available
-from tierstore.device import map_host_memory
 from tierstore.gauge import DEPTH, REQUEST_SIZES, Budget, measure_machine, measure_path
 from tierstore.io import Engine, Kind, Operation
 from tierstore.io.threads import ThreadsEngine
+from tierstore.mapping import map_host_memory
 from tierstore.pressure import DiskSpace
 from tierstore.ratecache import RateCache
 from tierstore.rates import PathRates

@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces"),
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "plan", "sparing"),
     "do": (
-        *("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
+        *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
         *("calibrate", "tiers", "transfer"),
     ),
     "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
