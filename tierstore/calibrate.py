@@ -87,7 +87,7 @@ def find_rates(
             finder.measure_in_turn(missing, threads, memory_bytes, ranks)
 
     try:
-        within(MOST_SECONDS, work)
+        wait_within(MOST_SECONDS, work)
     except TimeoutError:
         return findings.as_rates(f"{findings.doing} was given up after {MOST_SECONDS:g} s")
     except (TierstoreError, OSError, RuntimeError, MemoryError) as error:  # no thread, no memory: not worth a training
@@ -97,7 +97,7 @@ def find_rates(
     return findings.as_rates()
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def wait_within(seconds: float, work: Callable[[], T]) -> T:
     """Do work that may hang on a thread of its own, and return what it returns or raise what it raises.
 
     Raises TimeoutError when it is not over in time; the thread is then left to itself.
