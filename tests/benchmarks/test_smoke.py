@@ -74,6 +74,22 @@ class TestSmoke:
         assert found["reserved"] == (64 << 10) + (8 << 15)  # room for all chunks below the 4 extents they pass through
 
 
+class TestPlots:
+    @pytest.mark.parametrize("main", [arithmetic.main, retention.main, scaling.main, step_time.main, swap_latency.main])
+    @pytest.mark.long
+    def test_what_was_measured_is_drawn(self, main: Callable[..., None], tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        options = [f"--plot={tmp_path / 'figures.png'}"]
+        if main not in (arithmetic.main, retention.main):
+            options += [f"--folder={tmp_path}"]
+        if main is step_time.main:
+            options += [f"--timeline={tmp_path / 'timeline.png'}"]
+        run(main, tmp_path, *options)
+        drawn = sorted(tmp_path.glob("*.png"))
+        assert len(drawn) == (2 if main is step_time.main else 1)
+        assert all(file.read_bytes().startswith(b"\x89PNG") for file in drawn)
+
+
 class TestRetention:
     @pytest.mark.parametrize(("chunks", "extents"), [(20, 8), (41, 20), (82, 24)])
     def test_our_plans_have_as_many_hits_as_belady(self, chunks: int, extents: int) -> None:
