@@ -5,7 +5,6 @@ With `--gpu` only those that have GPU figures, and only where there is an accele
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
@@ -82,8 +81,6 @@ def main(
 
 
 def _outcome(run: Run, options: Sequence[str]) -> str:
-    if importlib.util.find_spec(f"benchmarks.{run.name}") is None:
-        return "not in this release"
     status = subprocess.run([sys.executable, "-m", f"benchmarks.{run.name}", *options], check=False).returncode
     return "done" if status == 0 else f"failed with status {status}"
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tierstore.arena import Extent
-from tierstore.device import HUGE_PAGE, Device
+from tierstore.device import Device
 from tierstore.errors import CapacityError
+from tierstore.mapping import HUGE_PAGE
 from tierstore.tiers import MemoryTier, Tier
 
 KIB = 1 << 10

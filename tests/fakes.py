@@ -19,10 +19,11 @@ from torch import Tensor
 
 from tierstore.arena import Extent
 from tierstore.build import Parts
-from tierstore.device import Device, Event, HostDevice, map_host_memory
+from tierstore.device import Device, Event, HostDevice
 from tierstore.errors import TransferError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Progress, Request
 from tierstore.io.threads import ThreadsEngine
+from tierstore.mapping import map_host_memory
 from tierstore.tiers import FileTier, Tier
 from tierstore.transfer import Ticket, TransferEngine
 

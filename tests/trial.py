@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tierstore.build import Parts, plan_plant
-from tierstore.device import Device, map_host_memory
+from tierstore.device import Device
 from tierstore.errors import CapacityError
+from tierstore.mapping import map_host_memory
 from tierstore.policy import TierPolicy
 from tierstore.store import ChunkInfo, ChunkStore
 from tierstore.tiers import MemoryTier

@@ -49,7 +49,7 @@ class InBackward:
         self._open: list[Run] = []  # at most one, shared with who ends it when this goes
         self._device: tuple[Binding, Device] | None = None
         self._hooks = Hooks(self._hear)
-        weakref.finalize(self, _give_up, self._open)
+        weakref.finalize(self, _give_up_and_wait, self._open)
 
     def watch(self, groups: Groups) -> None:
         """Have hooks on the parameters of these groups, and on no others."""
@@ -73,7 +73,7 @@ class InBackward:
             self._pauses -= 1
 
     @contextlib.contextmanager
-    def ended(self, optimizer: object) -> Iterator[StepWork | None]:
+    def wait_for_run(self, optimizer: object) -> Iterator[StepWork | None]:
         """Wait for the run beside backward, and give what it did, counted; inside, the step does what is left.
 
         An error on the way or inside breaks the step off, if anything was updated.
@@ -82,7 +82,7 @@ class InBackward:
         with deferred():
             try:
                 if run is not None:
-                    run.end()
+                    run.wait_for_end()
                 self._held.runner = None
                 if (run is not None and run.has_used) or any(one.is_there() for one in self._arrivals.values()):
                     self._refuse_what_changed(optimizer, run)
@@ -98,16 +98,16 @@ class InBackward:
             finally:
                 self._forget()
 
-    def give_up(self) -> FailedStepError | None:
+    def give_up_and_wait(self) -> FailedStepError | None:
         """Let go of an iteration that will not be stepped; returns an error if it has updated anything already."""
-        _give_up(self._open)
+        _give_up_and_wait(self._open)
         error = self._open[0].tell(RuntimeError("backward updated, but step() was not called")) if self._open else None
         self._forget()
         return error
 
     def close(self) -> None:
         """Let go of everything."""
-        self.give_up()
+        self.give_up_and_wait()
         self._hooks.take_off()
 
     # -- while backward runs ------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class InBackward:
         FailedStepError if those that were dropped had updated anything.
         """
         is_dropped = not any(arrival.is_there() for arrival in self._arrivals.values())
-        error = self.give_up()
+        error = self.give_up_and_wait()
         if error is not None and is_dropped:
             raise error
         if not is_dropped:
@@ -201,9 +201,9 @@ class InBackward:
         self._open.clear()
 
 
-def _give_up(runs: Sequence[Run]) -> None:
+def _give_up_and_wait(runs: Sequence[Run]) -> None:
     for run in runs:
-        run.give_up()
+        run.give_up_and_wait()
 
 
 def _options_of(rule: Rule, groups: Groups) -> list[Any] | None:

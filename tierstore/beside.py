@@ -1,7 +1,7 @@
 """The run of a step beside backward: chunks are used as their gradients arrive, on a control thread of its own.
 
 It is the very run of the store that a step makes, except that before each chunk it waits for gradients, on a condition
-and no clock, until `end` says that no more will come. The thread ends with the run: none is left between steps.
+and no clock, until `wait_for_end` says that no more will come. The thread ends with the run: none is left over.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Run:
         if not self._missing:
             self._changed.notify_all()
 
-    def end(self) -> None:
+    def wait_for_end(self) -> None:
         """Say that backward is over, wait for the run, and raise what stopped it."""
         if self._pid != os.getpid():
             raise ForkedStoreError(f"backward began in process {self._pid}, and this is a fork of it: make another")
@@ -84,8 +84,8 @@ class Run:
         if self._done is not None:
             self._device.wait(self._done)
 
-    def give_up(self) -> None:
-        """End the run before its next chunk; in a fork there is none to end."""
+    def give_up_and_wait(self) -> None:
+        """End the run before its next chunk, and wait until it has ended; in a fork there is none."""
         if self._pid != os.getpid():
             return
         with self._changed:

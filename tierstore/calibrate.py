@@ -19,10 +19,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tierstore.device import map_host_memory
 from tierstore.errors import DiskFullError, TierstoreError
 from tierstore.gauge import DEPTH, REQUEST_SIZES, Budget, fill_with_noise, measure_machine, measure_path
 from tierstore.io import Engine, open_engine
+from tierstore.mapping import map_host_memory
 from tierstore.pressure import local_ranks
 from tierstore.ratecache import Key, RateCache, cache_folder, machine_key, path_key
 from tierstore.rates import MachineRates, PathRates, Rates
@@ -87,7 +87,7 @@ def find_rates(
             finder.measure_in_turn(missing, threads, memory_bytes, ranks)
 
     try:
-        within(MOST_SECONDS, work)
+        wait_within(MOST_SECONDS, work)
     except TimeoutError:
         return findings.as_rates(f"{findings.doing} was given up after {MOST_SECONDS:g} s")
     except (TierstoreError, OSError, RuntimeError, MemoryError) as error:  # no thread, no memory: not worth a training
@@ -97,7 +97,7 @@ def find_rates(
     return findings.as_rates()
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def wait_within(seconds: float, work: Callable[[], T]) -> T:
     """Do work that may hang on a thread of its own, and return what it returns or raise what it raises.
 
     Raises TimeoutError when it is not over in time; the thread is then left to itself.

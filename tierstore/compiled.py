@@ -140,7 +140,8 @@ def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="tierstore-update")
 
 
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # the threads are the parent's
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_helpers.cache_clear)  # the threads are the parent's
 
 
 def _has_torchs_bits(onepass: Any) -> bool:

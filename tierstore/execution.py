@@ -85,6 +85,7 @@ class Execution:
         self.used = []
         traffic.read_wait_seconds = traffic.write_wait_seconds = 0.0
         bytes_read = bytes_written = 0
+        not_ready_seconds = 0.0
         for action in plan.actions:
             break_point()
             traffic.raise_errors()  # a move rolled back has taken the plan's ground away
@@ -97,7 +98,7 @@ class Execution:
                 if ready is not None:
                     paused = time.perf_counter()
                     ready(action.chunk)
-                    began += time.perf_counter() - paused
+                    not_ready_seconds += time.perf_counter() - paused
                 self._use(action.chunk, use, trace)
         if finish is not None:
             finish()
@@ -105,7 +106,8 @@ class Execution:
         if trace is not None:
             trace.add(CONTROL, "run", began, ended, chunks=len(self.used), read=bytes_read, written=bytes_written)
         reads, writes = traffic.read_wait_seconds, traffic.write_wait_seconds
-        return StepStats(1, ended - began - reads - writes, reads, writes, bytes_read, bytes_written)
+        update_seconds = ended - began - not_ready_seconds - reads - writes
+        return StepStats(1, update_seconds, reads, writes, bytes_read, bytes_written)
 
     def issue_all(self, plan: Plan) -> None:
         """Issue the moves of a plan; use nothing and wait for nothing."""

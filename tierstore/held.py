@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from tierstore.binding import Binding, draw
+from tierstore.binding import Binding
+from tierstore.blueprint import draw
 from tierstore.build import Parts
 from tierstore.device import may_still_move_to_accelerator
 from tierstore.errors import BusyStoreError, FailedStepError, LeaseError, StoreClosedError

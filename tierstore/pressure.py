@@ -1,5 +1,5 @@
 """Measures how full the machine is: host memory, the container's limit, disks, and how many processes share them;
-and what memory and disks are, as the kernel says it.
+and what processor, memory and disks are, as the kernel says it.
 
 It decides nothing and keeps nothing: every call reads the system anew. Files are read below `root`, so that recorded
 trees of other machines can be measured too. A limit set on any control group above this process counts; what the
@@ -9,6 +9,7 @@ kernel can take back at once (inactive file pages) does not count as used.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -112,6 +113,12 @@ def huge_pages(root: Path = Path("/")) -> str:
     """How the kernel gives transparent huge pages: always, madvise, never, or unknown."""
     text = "".join(_lines(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def processor(root: Path = Path("/")) -> str:
+    """The processor's model; its architecture where the kernel does not say more."""
+    models = (line.partition(":")[2].strip() for line in _lines(root / "proc/cpuinfo") if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
 
 
 def memory_stall_percent(root: Path = Path("/")) -> float | None:

@@ -25,7 +25,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from tierstore.cores import available
-from tierstore.pressure import host_memory, huge_pages, mount_of
+from tierstore.pressure import host_memory, huge_pages, mount_of, processor
 
 Key = dict[str, str | int | bool]
 T = TypeVar("T")
@@ -157,7 +157,7 @@ def path_key(folder: Path, *, engine: str) -> Key:
 def machine_key(threads: int) -> Key:
     """All that the rates of memory and arithmetic depend on."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count() or 0,
         "usable_cores": available(),
         "threads": threads,
@@ -165,14 +165,6 @@ def machine_key(threads: int) -> Key:
         "huge_pages": huge_pages(),
         "torch": torch.__version__,
     }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _read(path: Path) -> bytes:

@@ -91,7 +91,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{type(self).__name__}.step() reads and writes files: it cannot be captured in a CUDA graph"
             )
-        with self._ended_backward() as early, self._held.alone():
+        with self._wait_for_backward() as early, self._held.alone():
             taking_part, again = self._taking_part()
             if early is not None:
                 for position in early.participants:
@@ -101,9 +101,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._watch_gradients()
         return loss
 
-    def _ended_backward(self) -> AbstractContextManager[StepWork | None]:
-        """End a run beside backward, and get what it did; see `InBackward.ended`."""
-        return contextlib.nullcontext() if self._backward is None else self._backward.ended(self)
+    def _wait_for_backward(self) -> AbstractContextManager[StepWork | None]:
+        """End a run beside backward, and get what it did; see `InBackward.wait_for_run`."""
+        return contextlib.nullcontext() if self._backward is None else self._backward.wait_for_run(self)
 
     def _watch_gradients(self) -> None:
         if self._backward is not None:
@@ -123,7 +123,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         Raises FailedStepError if that backward has updated parameters already.
         """
-        error = None if self._backward is None else self._backward.give_up()
+        error = None if self._backward is None else self._backward.give_up_and_wait()
         super().zero_grad(set_to_none)
         if error is not None:
             raise error
@@ -231,7 +231,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        self._give_up_backward()
+        self._give_up_backward_and_wait()
         pending = {parameter: unwrap(state) for parameter, state in states.items()}
         if pending:  # torch's constructor resets the state before there are groups
             check_states(self.rule, self.param_groups, pending)
@@ -272,7 +272,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(state_dict, Mapping):
             raise StateDictError(f"a state dict is a mapping, and this is a {type(state_dict).__name__}")
-        self._give_up_backward()
+        self._give_up_backward_and_wait()
         with self._held.alone():
             handle = self.register_load_state_dict_pre_hook(check_and_wrap)
             try:
@@ -349,10 +349,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._backward.close()
         self._held.close()
 
-    def _give_up_backward(self) -> None:
+    def _give_up_backward_and_wait(self) -> None:
         """Let go of what a backward has begun, as all state will be replaced."""
         if self._backward is not None:
-            self._backward.give_up()
+            self._backward.give_up_and_wait()
 
     def __enter__(self) -> Self:
         return self

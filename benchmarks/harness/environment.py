@@ -9,18 +9,17 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import tierstore
+from tierstore.cores import available
 from tierstore.device import present_accelerator
-from tierstore.pressure import mounts
+from tierstore.pressure import disk_space, host_memory, huge_pages, mount_of, processor
 
 _PACKAGES = ("aiofiles", "libaio", "numpy", "deepspeed", "torchao", "bitsandbytes", "numba")
 _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
@@ -36,7 +35,7 @@ def environment(folders: Sequence[Path] = (), policy: Mapping[str, Any] | None =
     found: dict[str, Any] = {
         "hardware": _hardware(),
         "versions": _versions(),
-        "huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "huge_pages": huge_pages(),
         "threads": {
             "torch": torch.get_num_threads(),
             **{name: os.environ[name] for name in _THREADS if name in os.environ},
@@ -48,14 +47,13 @@ def environment(folders: Sequence[Path] = (), policy: Mapping[str, Any] | None =
 
 def storage(folder: Path) -> dict[str, Any]:
     """The filesystem under a folder and the disk under that."""
-    real = Path(os.path.realpath(folder))
-    under = [mount for mount in mounts(Path("/")) if real.is_relative_to(mount.point)]
-    found: dict[str, Any] = {"free_gb": round(shutil.disk_usage(real).free / 1e9, 1)}
-    if under:
-        nearest = max(under, key=lambda mount: len(Path(mount.point).parts))
-        found["filesystem"] = nearest.filesystem
-        found["mount_options"] = ",".join(option for option in nearest.options if _MATTERS.match(option))
-    return found | _disk(os.stat(real).st_dev)
+    mount = mount_of(folder)
+    return {
+        "free_gb": round(disk_space(folder).free_bytes / 1e9, 1),
+        "filesystem": mount.filesystem,
+        "mount_options": ",".join(option for option in mount.options if _MATTERS.match(option)),
+        **_disk(os.stat(folder).st_dev),
+    }
 
 
 def _disk(number: int) -> dict[str, Any]:
@@ -75,15 +73,15 @@ def _disk(number: int) -> dict[str, Any]:
         text = _read(disk / name)
         if text:
             found[key] = int(text) if text.isdigit() else text
-    found["scheduler"] = _chosen(str(disk / "queue/scheduler"))
+    found["scheduler"] = _chosen(_read(disk / "queue/scheduler"))
     return found
 
 
 def _hardware() -> dict[str, Any]:
     found: dict[str, Any] = {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "cpu": processor(),
+        "cores": available(),
+        "memory_gb": round(host_memory().total_bytes / 1e9, 1),
         "machine": platform.machine(),
         "kernel": platform.release().split("-")[0],
         "vector": torch.backends.cpu.get_cpu_capability(),
@@ -93,11 +91,6 @@ def _hardware() -> dict[str, Any]:
     if device is not None:
         found["accelerator"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return found
-
-
-def _cpu_model() -> str:
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _versions() -> dict[str, str]:
@@ -123,9 +116,8 @@ def _commit() -> str:
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
 
 
-def _chosen(path: str) -> str:
-    """The word in brackets of a setting such as `always [madvise] never`."""
-    text = _read(Path(path))
+def _chosen(text: str) -> str:
+    """The word in brackets of a setting such as `none [mq-deadline]`."""
     return text.split("[", 1)[1].split("]", 1)[0] if "[" in text else text
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.harness.pattern import fill, verify
 from benchmarks.harness.rounds import percentile
-from tierstore.device import map_host_memory
 from tierstore.io import ALIGNMENT
+from tierstore.mapping import map_host_memory
 
 Kind = Literal["read", "write", "mixed"]
 KINDS: tuple[Kind, ...] = ("read", "write", "mixed")

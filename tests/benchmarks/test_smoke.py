@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,7 @@ from tierstore.transfer import Ticket, TransferEngine
 CHUNK = 16 << 10
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine take most of the time of kilobytes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(main: Callable[..., None], folder: Path, *options: str) -> Report:
@@ -84,6 +78,22 @@ class TestSmoke:
         assert found["state"] == 8 << 15
         assert found["granted"] == 64 << 10
         assert found["reserved"] == (64 << 10) + (8 << 15)  # room for all chunks below the 4 extents they pass through
+
+
+class TestPlots:
+    @pytest.mark.parametrize("main", [arithmetic.main, retention.main, scaling.main, step_time.main, swap_latency.main])
+    @pytest.mark.long
+    def test_what_was_measured_is_drawn(self, main: Callable[..., None], tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        options = [f"--plot={tmp_path / 'figures.png'}"]
+        if main not in (arithmetic.main, retention.main):
+            options += [f"--folder={tmp_path}"]
+        if main is step_time.main:
+            options += [f"--timeline={tmp_path / 'timeline.png'}"]
+        run(main, tmp_path, *options)
+        drawn = sorted(tmp_path.glob("*.png"))
+        assert len(drawn) == (2 if main is step_time.main else 1)
+        assert all(file.read_bytes().startswith(b"\x89PNG") for file in drawn)
 
 
 class TestRetention:

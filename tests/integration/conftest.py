@@ -33,12 +33,8 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A second thread of torch's spins when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """In every test here."""
 
 
 @pytest.fixture

@@ -470,7 +470,7 @@ def fresh(folder: Path, steps: int = 0, make: Any = TieredAdamW, tiers: str = "c
 
 def let_it_update(optimizer: Any) -> None:
     """Wait until the run beside backward has updated all it can."""
-    optimizer._backward._open[0].end()
+    optimizer._backward._open[0].wait_for_end()
 
 
 def values_of(net: Net) -> list[Tensor]:

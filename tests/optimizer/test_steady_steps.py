@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.optimizer.cases import same_bits
-from tierstore import TieredAdamW, TieredSGD, device
+from tierstore import TieredAdamW, TieredSGD, mapping
 from tierstore.rules import base
 
 POLICIES = {
@@ -219,9 +219,9 @@ def test_views_of_a_record_do_not_outlive_its_memory(tmp_path: Path, monkeypatch
         parameter.grad = torch.ones_like(parameter)
     for _ in range(2):
         optimizer.step()
-    before = len(device._areas)
+    before = len(mapping._areas)
     optimizer.store.resize("cpu", "64KiB")
-    after = len(device._areas)
+    after = len(mapping._areas)
     assert after < before
     optimizer.close()
-    assert len(device._areas) < after
+    assert len(mapping._areas) < after

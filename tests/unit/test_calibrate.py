@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,12 @@ import torch
 
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine
 from tierstore import calibrate
-from tierstore.calibrate import MOST_BYTES, find_rates, within
+from tierstore.calibrate import MOST_BYTES, find_rates, wait_within
 from tierstore.cores import available
-from tierstore.device import map_host_memory
 from tierstore.gauge import DEPTH, REQUEST_SIZES, Budget, measure_machine, measure_path
 from tierstore.io import Engine, Kind, Operation
 from tierstore.io.threads import ThreadsEngine
+from tierstore.mapping import map_host_memory
 from tierstore.pressure import DiskSpace
 from tierstore.ratecache import RateCache
 from tierstore.rates import PathRates
@@ -86,12 +86,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "BUFFER_BYTES", 8 * MIB)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- one path ---------------------------------------------------------------------------------------------------
@@ -187,7 +182,7 @@ def test_arithmetic_is_measured_without_touching_anybodys_threads() -> None:
     cores = available()
     torch.set_num_threads(cores)
     seen: list[int] = []
-    rates = within(
+    rates = wait_within(
         PATIENCE_SECONDS, lambda: measure_machine(map_host_memory(4 * MIB), Budget(0, PATIENCE_SECONDS), threads=cores)
     )
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -234,7 +229,7 @@ def test_work_that_hangs_is_not_waited_for() -> None:
         has_ended.set()
 
     with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
-        within(0.01, hang)
+        wait_within(0.01, hang)
     assert not has_ended.is_set()
     may_end.set()
     assert has_ended.wait(PATIENCE_SECONDS)
@@ -255,7 +250,7 @@ def test_stuck_disk_is_given_up_and_holds_nothing_once_it_lets_go(
         engine.wait_until_held(DEPTH // 2)
         raise TimeoutError
 
-    monkeypatch.setattr(calibrate, "within", give_up)
+    monkeypatch.setattr(calibrate, "wait_within", give_up)
     rates = find_rates([swap], cache=cache, opener=lambda *_, **__: engine)
     assert not rates.paths and f"measuring {swap} was given up" in rates.notes[-1]
     with cache.turn() as turn:

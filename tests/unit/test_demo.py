@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,7 @@ from tierstore.stats import IoStats, RouteStats, Stats, StepStats, TierStats
 TINY = ["--steps", "4", "--width", "64", "--layers", "2", "--context", "16", "--batch", "2"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other make such small models slow beside other jobs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(*arguments: str) -> int:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from tests.contracts import DeviceContract
 from tests.fakes import POISON, HonestDevice, Schedule, honest_parts
 from tests.trial import Trial
-from tierstore import TieredAdamW, device
+from tierstore import TieredAdamW, device, mapping
 from tierstore.build import Parts
-from tierstore.device import HUGE_PAGE, AcceleratorDevice, Device, HostDevice, host_for, map_host_memory, open_device
+from tierstore.device import AcceleratorDevice, Device, HostDevice, host_for, open_device
 from tierstore.errors import CapacityError, PolicyError
+from tierstore.mapping import HUGE_PAGE, map_host_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
@@ -293,11 +294,11 @@ def test_memory_that_cannot_be_locked_is_given_back() -> None:
     def refuse(address: int, nbytes: int) -> Callable[[], None]:
         raise CapacityError("injected")
 
-    before = len(device._areas)
+    before = len(mapping._areas)
     with pytest.raises(CapacityError):
         HostDevice(page_lock=refuse).allocate(HUGE_PAGE)
     gc.collect()
-    assert len(device._areas) == before
+    assert len(mapping._areas) == before
 
 
 class Runtime:

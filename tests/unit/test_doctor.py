@@ -206,7 +206,7 @@ def test_folder_that_hangs_does_not_hang_the_doctor(tmp_path: Path, monkeypatch:
     def give_up(seconds: float, work: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr("tierstore.doctor.swap.within", give_up)
+    monkeypatch.setattr("tierstore.doctor.swap.wait_within", give_up)
     (finding,) = swap_findings(tmp_path, NvmeTier())
     assert finding.level is Level.FAIL and "did not answer" in finding.text
 

@@ -17,8 +17,9 @@ from tests.fakes import FaultyEngine
 from tests.simulator import RECORD_BYTES, DistantTier, RandomTransfer
 from tierstore import TieredStore, cores
 from tierstore.build import Parts
-from tierstore.device import HUGE_PAGE, HostDevice
+from tierstore.device import HostDevice
 from tierstore.io import Operation
+from tierstore.mapping import HUGE_PAGE
 from tierstore.pages import lies_on_small_pages
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup

@@ -17,14 +17,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces"),
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "plan", "sparing"),
     "do": (
-        *("signals", "cores", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
+        *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
         *("calibrate", "tiers", "transfer"),
     ),
     "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
         *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "members", "counts", "cuts"),
-        *("records", "binding", "handed", "states", "state_view", "state_dicts", "update", "failures", "normed"),
-        *("held", "arrivals", "beside", "backward", "tiered", "optimizer"),
+        *("records", "blueprint", "binding", "handed", "states", "state_view", "state_dicts", "update", "failures"),
+        *("normed", "held", "arrivals", "beside", "backward", "tiered", "optimizer"),
     ),
     "front": ("", "output", "demo", "doctor", "cli", "__main__"),
 }

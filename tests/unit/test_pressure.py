@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from tierstore.pressure import (
     memory_stall_percent,
     mount_of,
     mounts,
+    processor,
 )
 
 GIB = 1 << 30
@@ -164,6 +166,12 @@ def test_this_machine_can_be_measured() -> None:
     found = host_memory()
     assert 0 <= found.available_bytes <= found.total_bytes == psutil.virtual_memory().total
     assert any(mount.point == "/" for mount in mounts())
+
+
+def test_processor_is_the_model_or_the_architecture(tmp_path: Path) -> None:
+    cpuinfo = "processor\t: 0\nmodel name\t: Some CPU @ 2.0 GHz\n\nprocessor\t: 1\nmodel name\t: Another\n"
+    assert processor(record(tmp_path / "named", {"proc/cpuinfo": cpuinfo})) == "Some CPU @ 2.0 GHz"
+    assert processor(tmp_path / "silent") in (platform.processor(), platform.machine())
 
 
 def test_free_disk_is_what_an_unprivileged_process_may_fill(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tierstore.policy import TierPolicy
+from tierstore.store import ChunkInfo
 from tierstore.tensors import TieredStore
 from tierstore.trace import Trace
 
@@ -83,3 +84,14 @@ def test_a_traced_store_tells_of_every_move_update_and_request(tmp_path: Path) -
     assert all(event.seconds >= 0 for event in trace.events)
     began = min(event.start_seconds for event in trace.events)
     assert all(event.start_seconds - began < 600 for event in trace.events)
+
+
+def test_a_run_that_waits_to_be_ready_encloses_all_its_updates() -> None:
+    """The time for which nothing was ready is no part of the step's, and of the timeline it is."""
+    with TieredStore({"chunk_size": "16KiB", "tiers": {"cpu": {"capacity": "64KiB"}}}) as store:
+        store.add_chunks({chunk: ChunkInfo(16 << 10, "cpu") for chunk in range(2)})
+        with store.traced() as trace:
+            store.run([0, 1], [0, 1], lambda *_: None, ready=lambda chunk: max(range(1 + chunk * 10**6)))
+        (run,) = [event for event in trace.events if event.name == "run"]
+        assert run.start_seconds == min(event.start_seconds for event in trace.events)
+        assert 0 <= store.stats().last_step.update_seconds < run.seconds

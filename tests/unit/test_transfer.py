@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine, HonestDevice, PoisoningDevice, Schedule
 from tierstore.arena import Extent
-from tierstore.device import Device, HostDevice, _areas, map_host_memory
+from tierstore.device import Device, HostDevice
 from tierstore.errors import (
     EngineUnavailableError,
     StoreClosedError,
@@ -29,6 +29,7 @@ from tierstore.errors import (
     TransferTimeoutError,
 )
 from tierstore.io import Kind, open_engine
+from tierstore.mapping import _areas, map_host_memory
 from tierstore.swapfile import SwapFile
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import Ticket, TransferEngine

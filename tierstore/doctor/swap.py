@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tierstore.calibrate import within
+from tierstore.calibrate import wait_within
 from tierstore.demo.words import size
 from tierstore.doctor.finding import Finding, fail, ok, warn
 from tierstore.errors import TierstoreError
@@ -39,7 +39,7 @@ def swap_findings(folder: Path, nvme: NvmeTier) -> list[Finding]:
     """Look at one folder."""
     name = str(folder)
     try:
-        return within(PATIENCE_SECONDS, lambda: list(_look(name, folder, nvme)))
+        return wait_within(PATIENCE_SECONDS, lambda: list(_look(name, folder, nvme)))
     except TimeoutError:
         return [fail(name, f"the disk did not answer within {PATIENCE_SECONDS:g} s", "use another: this one hangs")]
     except (OSError, TierstoreError) as error:
