@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -144,6 +145,27 @@ def test_what_cannot_be_carried_out_is_one_message(
         given += ["--policy", str(tmp_path / "policy.yaml")]
     assert run(*given) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_standard_output_that_takes_nothing_is_one_message(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback, and status 1, as if something were wrong with the machine."""
+    full = open("/dev/full", "w")
+    monkeypatch.setattr("sys.stdout", full)
+    assert run("--path", tmp_path, *arguments) == 2
+    with contextlib.suppress(OSError):
+        full.close()
+    assert "error: standard output cannot be written" in capsys.readouterr().err
+
+
+def test_json_goes_to_a_file_where_there_is_no_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert run("--path", tmp_path, "--json", tmp_path / "report.json") == 0
+    assert json.loads((tmp_path / "report.json").read_text())["ok"]
+    assert run("--path", tmp_path, "--json") == 2
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tierstore.doctor.machine import machine_findings
 from tierstore.doctor.swap import folders_of, swap_findings
 from tierstore.doctor.view import print_findings, print_rates
 from tierstore.errors import PolicyError
-from tierstore.output import STDOUT, check_target, write_json
+from tierstore.output import STDOUT, check_target, write_json, write_stdout
 from tierstore.policy import TierPolicy
 from tierstore.rates import Rates
 from tierstore.tuning import Tuning, tune
@@ -72,11 +72,15 @@ def run(options: Options) -> int:
         file=sys.stderr if options.json == STDOUT else sys.stdout, markup=False, emoji=False, highlight=False
     )
     report = examine(options)
+    write_stdout(lambda: _print(console, report, options))
+    write_json(options.json, report.to_dict())
+    return WELL if report.is_well else ILL
+
+
+def _print(console: Console, report: Report, options: Options) -> None:
     print_findings(console, report.findings)
     if options.calibrate:
         print_rates(console, report.rates, report.tuning)
-    write_json(options.json, report.to_dict())
-    return WELL if report.is_well else ILL
 
 
 def examine(options: Options) -> Report:
