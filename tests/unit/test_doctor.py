@@ -153,7 +153,7 @@ def test_a_standard_output_that_takes_nothing_is_one_message(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was a traceback, and status 1, as if something were wrong with the machine."""
-    full = open("/dev/full", "w")
+    full = open("/dev/full", "w")  # noqa: SIM115  # closing it fails, too
     monkeypatch.setattr("sys.stdout", full)
     assert run("--path", tmp_path, *arguments) == 2
     with contextlib.suppress(OSError):

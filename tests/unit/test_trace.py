@@ -79,10 +79,17 @@ def test_what_happens_within_two_traces_belongs_to_both(store: TieredStore) -> N
 
 def test_a_trace_outlives_its_store_and_hides_no_error(store: TieredStore) -> None:
     """Leaving the block of a store closed within it raised StoreClosedError, in place of what had gone wrong there."""
-    with pytest.raises(KeyError, match="mine"), store.traced() as trace:
-        store.get("value")
-        store.close()
-        raise KeyError("mine")
+    trace = Trace()
+
+    def fail_after_closing() -> None:
+        nonlocal trace
+        with store.traced() as trace:
+            store.get("value")
+            store.close()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail_after_closing()
     assert runs(trace) > 0
 
 
