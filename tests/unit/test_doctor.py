@@ -186,6 +186,20 @@ def test_what_the_policy_asks_for_in_vain_fails(
     assert answer["ok"] is False and levels(answer, name) == ["fail"]
 
 
+@pytest.mark.parametrize(("capacity", "level"), [("1MiB", "ok"), ("4096TiB", "fail")])
+def test_capacity_is_judged_by_what_the_disks_have_free(
+    capacity: str, level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All was well, and then the optimizer's constructor found the disk too full."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"tiers: {{nvme: {{capacity: {capacity}, paths: [{', '.join(map(str, folders))}]}}}}")
+    assert run("--policy", policy, "--json") == (level == "fail")
+    assert levels(report(capsys), "capacity") == [level]
+
+
 def test_machine_without_a_disk_for_swap_files_fails_only_who_asks_for_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

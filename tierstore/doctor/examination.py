@@ -13,7 +13,7 @@ import tierstore
 from tierstore.calibrate import find_rates
 from tierstore.doctor.finding import Finding, Level, ok, warn
 from tierstore.doctor.machine import machine_findings
-from tierstore.doctor.swap import folders_of, swap_findings
+from tierstore.doctor.swap import capacity_findings, folders_of, swap_findings
 from tierstore.doctor.view import print_findings, print_rates
 from tierstore.errors import PolicyError
 from tierstore.output import STDOUT, check_target, write_json, write_stdout
@@ -95,6 +95,8 @@ def examine(options: Options) -> Report:
     looked = {folder: swap_findings(folder, nvme) for folder in folders}
     findings += [finding for found in looked.values() for finding in found]
     sound = [folder for folder, found in looked.items() if all(f.level is not Level.FAIL for f in found)]
+    if sound == folders:  # else that is what is wrong
+        findings += capacity_findings(policy, folders)
     rates = find_rates(
         sound,
         engine=nvme.io.engine,
