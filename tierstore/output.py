@@ -54,5 +54,5 @@ def write_stdout(work: Callable[[], object]) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        sys.stdout = None  # type: ignore[assignment]  # what is left in it would be tried once more at the end
+        sys.stdout = None  # what is left in it would be tried once more at the end
         raise OutputError(f"standard output cannot be written ({error.strerror})") from error
