@@ -89,8 +89,9 @@ def _options(run: Run, folders: Sequence[Path], results: Path, *, is_gpu: bool, 
     path = results / f"{time.strftime('%Y-%m-%d-%H%M', time.gmtime())}-{run.name}"
     options = [f"--json={path}.json", *(run.on_gpu or () if is_gpu else ())]
     options += [f"--folder={folder}" for folder in folders if run.takes_folders]
-    options += [f"--plot={path}.png"] if run.draws else []
-    options += [f"--timeline={path}-timeline.png"] if run.name == "step_time" else []
+    if importlib.util.find_spec("matplotlib") is not None:
+        options += [f"--plot={path}.png"] if run.draws else []
+        options += [f"--timeline={path}-timeline.png"] if run.name == "step_time" else []
     return options + (["--quick"] if is_quick else [])
 
 

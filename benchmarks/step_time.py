@@ -33,6 +33,7 @@ from benchmarks.harness import (
     interleave,
     publish,
 )
+from benchmarks.harness.command import drawable, writable
 from benchmarks.harness.training import DTYPES, Contender, Turn, Work, torch_fused, verify_equal
 from benchmarks.step_figures import TORCH, Bound, Figures
 from benchmarks.step_plots import draw, draw_timeline
@@ -133,9 +134,14 @@ def main(
     rounds: Rounds = 3,
     quick: Quick = False,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a step as a timeline for chrome://tracing and Perfetto.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a step as a timeline for chrome://tracing and Perfetto.", callback=writable
+        ),
     ] = None,
-    timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw that timeline.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw that timeline.", callback=drawable)
+    ] = None,
     json: Json = None,
     plot: Plot = None,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ STDOUT = "-"
 
 
 class OutputError(TierstoreError, ValueError):
-    """The file named by --json cannot be written."""
+    """The file named by --json, or standard output, cannot be written."""
 
 
 def check_target(target: str | None) -> None:
@@ -34,10 +35,24 @@ def write_json(target: str | None, content: dict[str, Any]) -> None:
         return
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     if target == STDOUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if sys.stdout is None:
+            raise OutputError("--json: there is no standard output, it was closed before the start; name a file")
+        write_stdout(lambda: sys.stdout.write(text))
         return
     try:
         Path(target).write_text(text)
     except OSError as error:
         raise OutputError(f"--json {target}: cannot be written ({error.strerror})") from error
+
+
+def write_stdout(work: Callable[[], object]) -> None:
+    """Do what writes to standard output, and see it there. Raises OutputError; a closed pipe is left to the caller."""
+    try:
+        work()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.stdout = None  # what is left in it would be tried once more at the end
+        raise OutputError(f"standard output cannot be written ({error.strerror})") from error

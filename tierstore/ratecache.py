@@ -169,10 +169,12 @@ def machine_key(threads: int) -> Key:
 
 def _read(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a fifo, say, is no reason to wait
-    with os.fdopen(fd, "rb") as file:
+    try:  # no `fdopen`, which keeps open what is a folder
         if os.fstat(fd).st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it is another user's")
-        return file.read(MOST_BYTES) or b""
+        return os.read(fd, MOST_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _replace(path: Path, text: str) -> None:

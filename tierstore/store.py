@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tierstore.errors import CapacityError, FailedStepError, InvariantError, LeaseError
+from tierstore.errors import CapacityError, FailedStepError, InvariantError, LeaseError, StoreClosedError
 from tierstore.execution import ChunkInfo, Execution, Use
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.guard import Guarded
@@ -58,6 +58,7 @@ class ChunkStore(Guarded):
         self._describe = describe
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
+        self._traces: list[Trace] = []
 
     def _on_entry(self) -> None:
         self._traffic.settle()
@@ -355,19 +356,28 @@ class ChunkStore(Guarded):
 
         Tracks: the control thread with its runs, updates and waits; each route, with its chunks from the moment their
         moves could begin to the moment they had landed; each worker and copy stream, with what it did. Moves that are
-        under way at the end are waited for, and belong to it.
+        under way at the end are waited for, and belong to it. A block within another belongs to both.
         """
         trace = Trace()
-        self._tell(trace)
+        self._traces.append(trace)
         try:
+            self._tell()
             yield trace
         finally:
-            self._tell(None)
+            outer = self._traces[: self._traces.index(trace)]
+            self._traces.remove(trace)
+            with contextlib.suppress(StoreClosedError):  # closing has waited for all there was
+                self._tell()
+            for one in outer:
+                one.events += trace.events
 
-    def _tell(self, trace: Trace | None) -> None:
+    def _tell(self) -> None:
+        """Let events go to the trace that was begun last of those that are not over."""
         with self._entered(wait=True):
-            self._traffic.wait_until_all_over()
-            self._traffic.tell(trace)
+            try:
+                self._traffic.wait_until_all_over()
+            finally:
+                self._traffic.tell(self._traces[-1] if self._traces else None)
 
     def check(self) -> None:
         """Raise InvariantError unless every invariant of arenas, ledger and moves holds. May be called within a run."""

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -25,14 +26,47 @@ from benchmarks.harness.show import print_report
 
 DATED = "dated"
 STDOUT = "-"
+PLOTS = (".png", ".svg", ".pdf")
 WIDTH = 100
+
+
+def writable(target: Path | None) -> Path | None:
+    """Find out before anything takes long whether a file can be written. Raises typer.BadParameter."""
+    if target is None:
+        return None
+    if target.is_dir():
+        raise typer.BadParameter(f"{target} is a folder: name a file in it")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise typer.BadParameter(f"{target} cannot be written: name a file in a folder that exists and is yours")
+    return target
+
+
+def drawable(target: Path | None) -> Path | None:
+    """As `writable`, for a plot. Raises typer.BadParameter."""
+    if target is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("plots need matplotlib: pip install -e '.[bench]'")
+    if target is not None and target.suffix not in PLOTS:
+        raise typer.BadParameter(f"{target}: name a file that ends in {', '.join(PLOTS)}")
+    return writable(target)
+
+
+def _json_target(target: str | None) -> str | None:
+    if target is not None and target not in (DATED, STDOUT):
+        writable(Path(target))
+    return target
+
 
 Json = Annotated[
     str | None,
-    typer.Option(metavar="[FILE]", help="Write the report: to a dated file in benchmarks/results, to FILE, or to -."),
+    typer.Option(
+        metavar="[FILE]",
+        help="Write the report: to a dated file in benchmarks/results, to FILE, or to -.",
+        callback=_json_target,
+    ),
 ]
 Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw the figures (PNG, SVG or PDF; needs matplotlib).")
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the figures (PNG, SVG or PDF; needs matplotlib).", callback=drawable),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Kilobytes: shows that it runs; the figures mean nothing.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians.")]

@@ -163,7 +163,7 @@ def fio_rates(folder: Path, kind: Kind, request_bytes: int, depth: int, nbytes: 
     with tempfile.TemporaryDirectory(dir=folder) as place:
         common = ["fio", "--name=raw", f"--filename={place}/file", f"--size={nbytes}", f"--bs={request_bytes}"]
         common += [f"--iodepth={depth}", "--ioengine=libaio", "--direct=1", "--thread", "--output-format=json"]
-        _run_fio([*common, "--rw=write", "--verify=crc32c", "--do_verify=1"])
+        _run_fio([*common, "--rw=write", "--verify=crc32c", "--do_verify=1", "--verify_state_save=0"])
         found = _run_fio([*common, f"--rw={mode}"])
     moved = found["read"]["io_bytes"] + found["write"]["io_bytes"]
     milliseconds = max(1, found["read"]["runtime"], found["write"]["runtime"])

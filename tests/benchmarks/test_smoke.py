@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer import BadParameter
 
 from benchmarks import arithmetic, in_backward, page, retention, scaling, step_time, swap_latency
-from benchmarks.harness import Json, Quick, Report, VerificationError, command, fill, verify
+from benchmarks.harness import Json, Plot, Quick, Report, VerificationError, command, fill, verify
+from benchmarks.harness.command import drawable
 from benchmarks.harness.rawdevice import RawDevice
 from benchmarks.harness.routes import Stage
 from benchmarks.memory import measure_here
@@ -160,6 +163,33 @@ class TestCommand:
 
         command(main, arguments)
         assert found == [heard]
+
+    @pytest.mark.parametrize(
+        ("option", "words"),
+        [
+            ("--json={}", "is a folder"),
+            ("--json={}/none/found.json", "cannot be written"),
+            ("--plot={}/none/plot.png", "cannot be written"),
+            ("--plot={}/plot.xyz", "ends in .png"),
+        ],
+    )
+    def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+        self, option: str, words: str, tmp_path: Path
+    ) -> None:
+        """Minutes were measured first, and lost."""
+
+        def main(json: Json = None, plot: Plot = None) -> None:
+            raise AssertionError("something was measured")
+
+        with pytest.raises(BadParameter, match=words):
+            command(main, [option.format(tmp_path)])
+
+    def test_a_plot_without_matplotlib_is_told_before_anything_is_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(BadParameter, match="plots need matplotlib"):
+            drawable(tmp_path / "plot.png")
 
 
 class TestResults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -146,6 +147,27 @@ def test_what_cannot_be_carried_out_is_one_message(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_standard_output_that_takes_nothing_is_one_message(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback, and status 1, as if something were wrong with the machine."""
+    full = open("/dev/full", "w")  # noqa: SIM115  # closing it fails, too
+    monkeypatch.setattr("sys.stdout", full)
+    assert run("--path", tmp_path, *arguments) == 2
+    with contextlib.suppress(OSError):
+        full.close()
+    assert "error: standard output cannot be written" in capsys.readouterr().err
+
+
+def test_json_goes_to_a_file_where_there_is_no_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert run("--path", tmp_path, "--json", tmp_path / "report.json") == 0
+    assert json.loads((tmp_path / "report.json").read_text())["ok"]
+    assert run("--path", tmp_path, "--json") == 2
+
+
 @pytest.mark.parametrize(
     ("tiers", "name"),
     [
@@ -162,6 +184,20 @@ def test_what_the_policy_asks_for_in_vain_fails(
     assert run("--policy", policy, "--json") == 1
     answer = report(capsys)
     assert answer["ok"] is False and levels(answer, name) == ["fail"]
+
+
+@pytest.mark.parametrize(("capacity", "level"), [("1MiB", "ok"), ("4096TiB", "fail")])
+def test_capacity_is_judged_by_what_the_disks_have_free(
+    capacity: str, level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All was well, and then the optimizer's constructor found the disk too full."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"tiers: {{nvme: {{capacity: {capacity}, paths: [{', '.join(map(str, folders))}]}}}}")
+    assert run("--policy", policy, "--json") == (level == "fail")
+    assert levels(report(capsys), "capacity") == [level]
 
 
 def test_machine_without_a_disk_for_swap_files_fails_only_who_asks_for_them(

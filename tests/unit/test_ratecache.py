@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,13 +104,19 @@ def test_file_of_another_user_is_left_aside(cache: RateCache, caplog: pytest.Log
     assert "another user's" in caplog.text
 
 
-def test_what_is_no_file_makes_nobody_wait(cache: RateCache, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_makes_nobody_wait_and_is_not_kept_open(
+    make: Callable[[Path], None], cache: RateCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder in the place of the file took a file descriptor at each look."""
     cache.save(RATES, KEY)
     file = only_file(cache)
     file.unlink()
-    os.mkfifo(file)
+    make(file)
+    before = len(os.listdir("/proc/self/fd"))
     assert cache.load(PathRates, KEY) is None
     assert str(file) in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("place", ["file", "proc", "nowhere"])

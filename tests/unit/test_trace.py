@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,49 @@ def test_rows_of_one_track_are_told_apart_by_number(tmp_path: Path) -> None:
     first = next(event for event in written["traceEvents"] if event["ph"] == "X")
     assert first["args"] == {"chunk": 7, "bytes": 4096}
     assert (first["ts"], first["dur"]) == (0.0, 1e6)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    tiers = {"cpu": {"capacity": "64KiB"}, "nvme": {"capacity": "1MiB", "paths": [str(tmp_path)]}}
+    with TieredStore({"chunk_size": "16KiB", "tiers": tiers}) as store:
+        store.put("value", torch.arange(32 << 10, dtype=torch.int32))
+        yield store
+
+
+def runs(trace: Trace) -> int:
+    return sum(event.name == "run" for event in trace.events)
+
+
+def test_what_happens_within_two_traces_belongs_to_both(store: TieredStore) -> None:
+    """The end of the inner block was once the end of the outer one's events."""
+    with store.traced() as outer:
+        store.get("value")
+        before = runs(outer)
+        with store.traced() as inner:
+            store.get("value")
+        store.get("value")
+    assert before > 0 and runs(inner) > 0 and runs(outer) > before + runs(inner)
+    assert all(event in outer.events for event in inner.events)
+    seen = len(outer.events)
+    store.get("value")
+    assert len(outer.events) == seen
+
+
+def test_a_trace_outlives_its_store_and_hides_no_error(store: TieredStore) -> None:
+    """Leaving the block of a store closed within it raised StoreClosedError, in place of what had gone wrong there."""
+    trace = Trace()
+
+    def fail_after_closing() -> None:
+        nonlocal trace
+        with store.traced() as trace:
+            store.get("value")
+            store.close()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail_after_closing()
+    assert runs(trace) > 0
 
 
 def test_a_traced_store_tells_of_every_move_update_and_request(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import tierstore
 from tierstore.calibrate import find_rates
 from tierstore.doctor.finding import Finding, Level, ok, warn
 from tierstore.doctor.machine import machine_findings
-from tierstore.doctor.swap import folders_of, swap_findings
+from tierstore.doctor.swap import capacity_findings, folders_of, swap_findings
 from tierstore.doctor.view import print_findings, print_rates
 from tierstore.errors import PolicyError
-from tierstore.output import STDOUT, check_target, write_json
+from tierstore.output import STDOUT, check_target, write_json, write_stdout
 from tierstore.policy import TierPolicy
 from tierstore.rates import Rates
 from tierstore.tuning import Tuning, tune
@@ -72,11 +72,15 @@ def run(options: Options) -> int:
         file=sys.stderr if options.json == STDOUT else sys.stdout, markup=False, emoji=False, highlight=False
     )
     report = examine(options)
+    write_stdout(lambda: _print(console, report, options))
+    write_json(options.json, report.to_dict())
+    return WELL if report.is_well else ILL
+
+
+def _print(console: Console, report: Report, options: Options) -> None:
     print_findings(console, report.findings)
     if options.calibrate:
         print_rates(console, report.rates, report.tuning)
-    write_json(options.json, report.to_dict())
-    return WELL if report.is_well else ILL
 
 
 def examine(options: Options) -> Report:
@@ -91,6 +95,8 @@ def examine(options: Options) -> Report:
     looked = {folder: swap_findings(folder, nvme) for folder in folders}
     findings += [finding for found in looked.values() for finding in found]
     sound = [folder for folder, found in looked.items() if all(f.level is not Level.FAIL for f in found)]
+    if sound == folders:  # else that is what is wrong
+        findings += capacity_findings(policy, folders)
     rates = find_rates(
         sound,
         engine=nvme.io.engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tierstore.calibrate import wait_within
@@ -12,7 +12,7 @@ from tierstore.doctor.finding import Finding, fail, ok, warn
 from tierstore.errors import TierstoreError
 from tierstore.policy import NvmeTier, TierPolicy
 from tierstore.pressure import disk_space, mount_of
-from tierstore.swapfile import FolderKind, SwapFile, describe_folder, disk_margin, swap_folders
+from tierstore.swapfile import FolderKind, SwapFile, check_space, describe_folder, disk_margin, swap_folders
 
 PATIENCE_SECONDS = 5.0
 """How long a folder may take to answer."""
@@ -45,6 +45,23 @@ def swap_findings(folder: Path, nvme: NvmeTier) -> list[Finding]:
     except (OSError, TierstoreError) as error:
         text = getattr(error, "strerror", None) or str(error)
         return [fail(name, text, "name another folder in tiers.nvme.paths, or put this one right")]
+
+
+def capacity_findings(policy: TierPolicy, folders: Sequence[Path]) -> Iterator[Finding]:
+    """Whether the folders have the bytes that the policy gives the nvme tier; nothing is said of `auto`."""
+    nvme = policy.tiers.nvme
+    if nvme is None or not isinstance(nvme.capacity, int) or not folders:
+        return
+    share = -(-nvme.capacity // len(folders))
+    try:
+        wait_within(PATIENCE_SECONDS, lambda: check_space(dict.fromkeys(folders, share)))
+    except TimeoutError:
+        return  # the folder that hangs is told of
+    except TierstoreError as error:
+        text = getattr(error, "strerror", None) or str(error)
+        yield fail("capacity", text, "set tiers.nvme.capacity: auto, to take what the state needs")
+    else:
+        yield ok("capacity", f"tiers.nvme.capacity of {size(nvme.capacity)} fits the disks")
 
 
 def _look(name: str, folder: Path, nvme: NvmeTier) -> Iterator[Finding]:
