@@ -5,6 +5,7 @@ With `--gpu` only those that have GPU figures, and only where there is an accele
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import time

@@ -8,11 +8,9 @@ tried against that on this machine, and where a bit differs, or numba is not ins
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tierstore.cores import side_by_side
 from tierstore.rules import Pieces
 from tierstore.rules.adam import AdamOptions
 
@@ -125,23 +124,14 @@ def _run(onepass: Any, pieces: Pieces, numbers: AdamWNumbers, check_parameters: 
     threads = max(1, min(torch.get_num_threads(), blocks // BLOCKS_PER_THREAD))
     ends = [blocks * number // threads * BLOCK for number in range(threads + 1)]
 
-    def run(start: int, stop: int) -> bool:
-        return bool(function(*arrays, start, stop, check_parameters, *factors))
+    has_nan: list[bool] = []
 
-    (start, stop), *others = pairwise(ends)
-    at_work = [_helpers().submit(run, *other) for other in others]
-    has_nan = any([run(start, stop), *(other.result() for other in at_work)])
-    if has_nan and pieces.masters:  # as torch casts it
+    def run(start: int, stop: int) -> None:
+        has_nan.append(bool(function(*arrays, start, stop, check_parameters, *factors)))
+
+    side_by_side([partial(run, start, stop) for start, stop in pairwise(ends)])
+    if any(has_nan) and pieces.masters:  # as torch casts it
         pieces.parameters[0].copy_(pieces.masters[0])
-
-
-@cache
-def _helpers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="tierstore-update")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_helpers.cache_clear)  # the threads are the parent's
 
 
 def _has_torchs_bits(onepass: Any) -> bool:

@@ -1,4 +1,5 @@
-"""How many cores the arithmetic of one thread takes. Changes nothing for other threads, and nothing for good.
+"""How many cores the arithmetic of one thread takes; jobs side by side, on one core each. Changes nothing for other
+threads, and nothing for good.
 
 torch's own `set_num_threads` is for the whole process: threads that begin meanwhile would keep the lower number, and a
 matrix product of somebody else's might be summed in another order. OpenMP's is for the calling thread alone.
@@ -11,9 +12,13 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
+
+MOST_AT_ONCE = 16
+"""Threads beyond which they would wait for Python's lock: to call operations takes a twentieth of what they take."""
 
 _log = logging.getLogger("tierstore.cores")
 
@@ -35,6 +40,49 @@ def leaving_one_free() -> Iterator[None]:
         yield
     finally:
         change(before)
+
+
+def shared_by(jobs: int) -> int:
+    """How many threads should share so many jobs, side by side: at most as many as torch's operations would take."""
+    return 1 if jobs < 2 or _changer() is None else min(jobs, torch.get_num_threads(), available(), MOST_AT_ONCE)
+
+
+def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
+    """Run all at once, the first on the calling thread, each with one core for torch's operations; wait for all.
+
+    Not more than `shared_by` says, if they call torch's operations; without gradients. Raises an error of one that
+    failed, once none is running any more.
+    """
+    change, before = _changer(), torch.get_num_threads()
+    own, *others = runs
+    at_work = [_helpers().submit(_on_one_core, run) for run in others]
+    try:
+        if at_work and change is not None:
+            change(1)
+        own()
+    finally:
+        if at_work and change is not None:
+            change(before)
+        wait(at_work)
+    for other in at_work:
+        other.result()
+
+
+def _on_one_core(run: Callable[[], None]) -> None:
+    torch.get_num_threads()  # torch sets a new thread's number when it is first asked
+    if (change := _changer()) is not None:
+        change(1)
+    with torch.no_grad():
+        run()
+
+
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(available(), thread_name_prefix="tierstore-update")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_helpers.cache_clear)  # the threads are the parent's
 
 
 def available() -> int:

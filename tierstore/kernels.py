@@ -8,14 +8,15 @@ the master updated, and cast down into the parameter.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tierstore.compiled import SinglePass
+from tierstore.cores import shared_by, side_by_side
 from tierstore.errors import InvariantError
 from tierstore.layout import CUT_ELEMENTS
 from tierstore.masters import combine, keep
@@ -24,6 +25,8 @@ from tierstore.scratch import GRAIN_ELEMENTS, Scratch
 
 TILE_ELEMENTS = GRAIN_ELEMENTS
 """Elements cast and updated at once on the CPU; a float32 tile with its state fits the last-level cache."""
+SHARED_ELEMENTS = TILE_ELEMENTS // 2
+"""Elements of a tile where each core has its own: what is done to it one after another then fits that core's cache."""
 PASS_ELEMENTS = 8 * 1024 * 1024
 """Elements updated at once on an accelerator: most chunks in one pass, with what is cast no larger than they are."""
 MIRROR_ELEMENTS = 1024 * 1024
@@ -42,13 +45,15 @@ class Manner:
 
     `check_parameters`: where a low-precision parameter is not what its master casts to, it was changed by someone else,
     and is what the step starts from. `as_whole`: plain pieces are given to the formula uncut. `single_pass`: what does
-    the same as the formula to some pieces, in one pass over memory.
+    the same as the formula to some pieces, in one pass over memory. `in_any_order`: the formula may be applied to tiles
+    in any order, and to several at once.
     """
 
     scratch: Scratch
     check_parameters: bool
     as_whole: bool
     single_pass: SinglePass | None = None
+    in_any_order: bool = False
 
 
 def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
@@ -65,8 +70,27 @@ def update(pieces: Pieces, formula: Formula, manner: Manner) -> None:
     else:
         check, single = manner.check_parameters, manner.single_pass
         for left in [pieces] if single is None else single.update(pieces, check_parameters=check):
-            for tile in left.tiles(TILE_ELEMENTS):
-                _update_tile(tile, dtype, device, formula, manner)
+            _update_tiles(left, dtype, device, formula, manner)
+
+
+def _update_tiles(pieces: Pieces, dtype: torch.dtype, device: torch.device, formula: Formula, manner: Manner) -> None:
+    """Update pieces on the CPU; tiles on one core each where it may be, as a tile has many short operations, and all
+    cores would have to wait for each other in every one of them.
+    """
+    tiles = list(pieces.tiles(SHARED_ELEMENTS)) if manner.in_any_order else []
+    threads = shared_by(len(tiles))
+    if threads == 1:
+        for tile in pieces.tiles(TILE_ELEMENTS):
+            _update_tile(tile, dtype, device, formula, manner)
+        return
+    left = iter(tiles)  # whoever is done with one takes the next; `next` of a list is one operation
+
+    def take_turns(scratch: Scratch) -> None:
+        own = replace(manner, scratch=scratch)
+        for tile in left:
+            _update_tile(tile, dtype, device, formula, own)
+
+    side_by_side([partial(take_turns, scratch) for scratch in manner.scratch.of_threads(threads)])
 
 
 def _are_flat(pieces: Pieces) -> bool:

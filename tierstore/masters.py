@@ -18,6 +18,7 @@ from tierstore.scratch import GRAIN_ELEMENTS, Scratch
 REMAINDER = Field("remainder", torch.int16)
 TIE = Field("tie", torch.uint8, bits=1)
 HALF_WAY = -0x8000
+_Places = np.ndarray[tuple[int], np.dtype[np.intp]]
 
 
 def combine(parameters: list[Tensor], remainders: list[Tensor], ties: list[Tensor], scratch: Scratch) -> list[Tensor]:
@@ -81,8 +82,19 @@ def _joined(tensors: list[Tensor], scratch: Scratch, purpose: str = "remainder")
 # wait for what is found, by working on all.
 
 
+def _half_way(remainder: Tensor) -> _Places:
+    """Where remainders are half way, ascending: looks at eight at once, a third of the time of one by one."""
+    is_half_way = remainder.numpy() == HALF_WAY
+    if len(is_half_way) % 8:
+        return np.flatnonzero(is_half_way)
+    eights = np.flatnonzero(is_half_way.view(np.uint64))
+    places = (eights[:, None] * 8 + np.arange(8)).reshape(-1)
+    found: _Places = places[is_half_way[places]]
+    return found
+
+
 def _add_ties_where_they_are(wide: Tensor, remainder: Tensor, ties: list[Tensor], scratch: Scratch) -> None:
-    places = np.flatnonzero(remainder.numpy() == HALF_WAY)
+    places = _half_way(remainder)
     if places.size:
         is_tied = (scratch.joined("tie", ties).numpy()[places >> 3] >> (places & 7).astype(np.uint8)) & 1
         wide.numpy()[places] += is_tied.astype(np.int32) << 16
@@ -91,7 +103,7 @@ def _add_ties_where_they_are(wide: Tensor, remainder: Tensor, ties: list[Tensor]
 def _keep_ties_where_they_are(
     bits: list[Tensor], remainders: list[Tensor], ties: list[Tensor], scratch: Scratch
 ) -> None:
-    places = np.flatnonzero(_joined(remainders, scratch).numpy() == HALF_WAY)
+    places = _half_way(_joined(remainders, scratch))
     if places.size:
         high = (_joined(bits, scratch, "bits").numpy()[places] >> 16).astype(np.uint8)
         tie = scratch.joined("tie", ties)

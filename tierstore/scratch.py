@@ -19,6 +19,12 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
         self._views: dict[tuple[str, torch.dtype, torch.device, int], Tensor] = {}
+        self._others: list[Scratch] = []
+
+    def of_threads(self, count: int) -> list[Scratch]:
+        """This one and as many more as threads need that work on a tile each; kept."""
+        self._others += [Scratch() for _ in range(count - 1 - len(self._others))]
+        return [self, *self._others[: count - 1]]
 
     def get(self, purpose: str, dtype: torch.dtype, device: torch.device, length: int) -> Tensor:
         """View the first `length` elements of the buffer for a purpose, whatever is in them."""

@@ -199,11 +199,11 @@ class StepWork:
         rule, options = self.binding.rule, self.options[group]
         formula = partial(rule.update, options=options, is_first=is_first, grad_scale=self.grad_scale)
         single = single_pass(options, pieces) if self.grad_scale is None else None
-        update(pieces, formula, self.manner(as_whole=rule.is_one_pass(options), single=single))
+        update(pieces, formula, self.manner(as_whole=rule.is_one_pass(options), single=single, in_any_order=True))
 
-    def manner(self, *, as_whole: bool, single: SinglePass | None = None) -> Manner:
+    def manner(self, *, as_whole: bool, single: SinglePass | None = None, in_any_order: bool = False) -> Manner:
         """How all pieces of this step are updated."""
-        return Manner(self.scratch, self.binding.policy.check_parameters, as_whole, single)
+        return Manner(self.scratch, self.binding.policy.check_parameters, as_whole, single, in_any_order)
 
     def pieces_of(self, chunk: Chunk, fields: Fields, numbers: Sequence[int], *, as_is: bool = False) -> Pieces:
         """The spans of a chunk with these numbers. `as_is`: plain ones that are whole may be of any shape."""
