@@ -98,6 +98,7 @@ class Held:
     def bound_inside(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
         """As `bound`, for who is alone already."""
         self.refuse_if_closed()
+        self._let_leave(groups)
         returned = {p: state for p, state in self.aside.items() if self.knows(groups, p)}
         covered = {**with_state, **(self.pending or {}), **returned}
         if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered):
@@ -189,6 +190,14 @@ class Held:
                 stacklevel=2,
             )
             self.aside |= left
+
+    def _let_leave(self, groups: Groups) -> None:
+        """Put aside the pending states of parameters that have left the groups since they were given."""
+        if self.pending:
+            present = {id(parameter) for group in groups for parameter in group["params"]}
+            left = {p: dict(state) for p, state in self.pending.items() if id(p) not in present}
+            self.pending = {p: state for p, state in self.pending.items() if id(p) in present}
+            self._put_aside({p: state for p, state in left.items() if state})
 
     def _take_back(self, binding: Binding, handed: Handed, returned: Mapping[Tensor, dict[str, Any]]) -> None:
         """Give parameters that have returned the state that was kept for them, unless a load has replaced all state."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
+import pickle
 import threading
 import warnings
 from collections import Counter
@@ -588,6 +590,27 @@ def test_state_of_a_parameter_that_has_just_returned_may_be_taken_out_and_put_ba
     with pytest.warns(UserWarning, match="have left"):
         mine = run(lambda parameters: TieredAdamW(parameters, policy=small_policy(tmp_path)))
     assert_same_parameters(mine, run(lambda parameters: torch.optim.AdamW(parameters, fused=True)))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
+def test_a_parameter_that_leaves_a_copy_before_its_first_step_keeps_its_state(how: Any, tmp_path: Path) -> None:
+    """A copy's state waits for its first use, and was held to be another model's when that came."""
+
+    def run(make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor]:
+        parameters = seeded((500,), (300,))
+        optimizer = make([{"params": parameters[:1]}, {"params": parameters[1:]}])
+        train(optimizer, parameters, range(2))
+        optimizer, parameters = how((optimizer, parameters))
+        left = optimizer.param_groups.pop()
+        train(optimizer, parameters[:1], range(2, 3))
+        assert set(optimizer.state) == set(parameters)
+        optimizer.param_groups.append(left)
+        train(optimizer, parameters, range(3, 5))
+        return list(parameters)
+
+    with pytest.warns(UserWarning, match="have left"):
+        mine = run(lambda groups: TieredAdamW(groups, policy=small_policy(tmp_path)))
+    assert_same_parameters(mine, run(lambda groups: torch.optim.AdamW(groups, fused=True)))
 
 
 MOVES: dict[str, Callable[[list[dict[str, Any]]], None]] = {
