@@ -115,9 +115,13 @@ def carried(
 
 
 def _succeeds(now: Member, was: Member, old: Binding) -> bool:
-    """Whether a new parameter is what a framework has made of an old one: it is in its place, and has its shape."""
+    """Whether a new parameter is what a framework has made of an old one: it is in its place, and has its shape.
+
+    A complex one is none of a real one of as many numbers: state of the one has no meaning for the other.
+    """
     is_alike = now.parameter.shape == was.parameter.shape or now.form.shape == was.form.shape
-    return id(now.parameter) not in old.position and is_alike
+    is_as_real = now.dtype.is_complex == was.dtype.is_complex
+    return id(now.parameter) not in old.position and is_alike and is_as_real
 
 
 def given(state: Mapping[str, Any]) -> dict[str, Any]:

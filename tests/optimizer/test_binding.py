@@ -613,6 +613,31 @@ def test_a_parameter_that_leaves_a_copy_before_its_first_step_keeps_its_state(ho
     assert_same_parameters(mine, run(lambda groups: torch.optim.AdamW(groups, fused=True)))
 
 
+@pytest.mark.filterwarnings("ignore:tierstore. 1 parameters with state have left:UserWarning")
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.complex64), (torch.complex64, torch.float32)])
+@pytest.mark.parametrize("shapes", [((40,), (40,)), ((20, 2), (20,)), ((20,), (20, 2))])
+def test_a_complex_parameter_does_not_take_over_the_state_of_a_real_one(
+    dtypes: Any, shapes: Any, tmp_path: Path
+) -> None:
+    """Nor the other way round; such a change of parameters was refused where the shapes were equal."""
+
+    def run(make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor]:
+        old, new = (nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in zip(shapes, dtypes, strict=True))
+        optimizer = make([old])
+        train(optimizer, [old], range(2))
+        optimizer.param_groups[0]["params"][:] = [new]
+        train(optimizer, [new], range(2, 4))
+        assert set(optimizer.state) == {old, new}
+        return [old, new]
+
+    mine = run(lambda parameters: TieredAdamW(parameters, fused=False, policy=small_policy(tmp_path)))
+    theirs = run(lambda parameters: torch.optim.AdamW(parameters, fused=False, foreach=False))
+    assert_same_parameters(
+        [parameter for parameter in mine if not parameter.is_complex()],
+        [parameter for parameter in theirs if not parameter.is_complex()],
+    )
+
+
 MOVES: dict[str, Callable[[list[dict[str, Any]]], None]] = {
     "to the group before": lambda groups: groups[0]["params"].append(groups[1]["params"].pop(0)),
     "to a new group": lambda groups: groups.append({**groups[1], "params": [groups[1]["params"].pop()], "lr": 0.3}),
