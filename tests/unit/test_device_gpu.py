@@ -16,7 +16,6 @@ from tests.unit.test_waits import without_copy_waiting_for_the_update
 from tierstore import TieredAdamW
 from tierstore.build import Parts
 from tierstore.device import (
-    HUGE_PAGE,
     AcceleratorDevice,
     Device,
     _register_with_cuda,
@@ -25,6 +24,7 @@ from tierstore.device import (
     open_device,
 )
 from tierstore.errors import CapacityError
+from tierstore.mapping import HUGE_PAGE
 from tierstore.tiers import MemoryTier
 
 pytestmark = [
