@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
@@ -143,9 +143,11 @@ class Rule(ABC):
         """Whether `update` goes by memory alone on the CPU: a parameter and its gradient may have any dense shape."""
         if not self.is_one_pass(options):
             return False
-        if self not in _GO_BY_MEMORY:
-            _GO_BY_MEMORY[self] = _goes_by_memory(self, replace(options, lr=1e-3))
-        return _GO_BY_MEMORY[self]
+        kinds = (getattr(options, field.name) for field in fields(options))
+        key = self, *(kind for kind in kinds if not isinstance(kind, float | Tensor))  # numbers may be new at each step
+        if key not in _GO_BY_MEMORY:
+            _GO_BY_MEMORY[key] = _goes_by_memory(self, replace(options, lr=1e-3))
+        return _GO_BY_MEMORY[key]
 
     def counts_turns(self, options: Any) -> bool:
         """Whether a parameter that occurs twice in its group is updated with two counts, not twice with the last."""
@@ -200,7 +202,7 @@ class NormedRule(Rule):
             self.apply(pieces._replace(scales=[self.scale(sums, options)]), options)
 
 
-_GO_BY_MEMORY: dict[Rule, bool] = {}
+_GO_BY_MEMORY: dict[tuple[Any, ...], bool] = {}
 
 
 def _goes_by_memory(rule: Rule, options: Any) -> bool:
