@@ -72,6 +72,70 @@ def test_placement_does_not_change_low_precision_parameters(tmp_path: Path, dtyp
     assert all(torch.equal(one, other) for one, other in zip(tiny, roomy, strict=True))
 
 
+@pytest.mark.parametrize("master", ["split", "float32"])
+@pytest.mark.parametrize("compute", ["device", "cpu"])
+def test_a_master_of_either_kind_on_an_accelerator_gives_the_bits_of_one_in_memory(
+    tmp_path: Path, master: str, compute: str
+) -> None:
+    streamed, roomy = make(torch.bfloat16, "cuda"), make(torch.bfloat16, "cuda")
+    tiny = policy(tmp_path, compute=compute, state={"master": master})
+    everything = {"tiers": {"gpu": {"capacity": "64MiB"}, "cpu": {"capacity": "64MiB"}}, "compute": compute}
+    with train(streamed, lambda p: TieredAdamW(p, lr=1e-2, policy=tiny)) as optimizer:
+        saved = optimizer.state_dict()["state"]
+    with train(roomy, lambda p: TieredAdamW(p, lr=1e-2, policy=everything | {"state": {"master": "float32"}})) as other:
+        wanted = other.state_dict()["state"]
+    assert all(torch.equal(one, two) for one, two in zip(streamed, roomy, strict=True))
+    assert all(torch.equal(saved[number]["master"], wanted[number]["master"]) for number in wanted)
+
+
+def test_moments_in_the_parameters_dtype_give_the_bits_of_torchs_fused_kernel_on_bfloat16(tmp_path: Path) -> None:
+    ours, theirs = make(torch.bfloat16, "cuda"), make(torch.bfloat16, "cuda")
+    settings = policy(tmp_path, state={"master": "none", "moments": "parameter"})
+    with train(ours, lambda p: TieredAdamW(p, lr=1e-2, policy=settings)):
+        train(theirs, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("compute", ["device", "cpu"])
+def test_updates_beside_backward_have_the_bits_of_updates_after_it(tmp_path: Path, compute: str, free: bool) -> None:
+    def trained(update: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(6)]).cuda()
+        settings = policy(tmp_path, compute=compute, update=update, free_gradients=free)
+        with TieredAdamW(model.parameters(), lr=1e-2, policy=settings) as optimizer:
+            for step in range(STEPS):
+                inputs = torch.randn(64, 300, generator=torch.Generator().manual_seed(step)).cuda()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.parameters())
+
+    beside, after = trained("backward"), trained("step")
+    assert all(torch.equal(one, other) for one, other in zip(beside, after, strict=True))
+
+
+def test_an_accelerator_updates_a_chunk_in_one_call_however_many_parameters_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    kernel = torch._fused_adamw_
+
+    def counted(parameters: list[Tensor], *rest: Any, **options: Any) -> None:
+        calls.append(len(parameters))
+        kernel(parameters, *rest, **options)
+
+    parameters = [torch.nn.Parameter(torch.randn(100, device="cuda")) for _ in range(500)]
+    with TieredAdamW(parameters, policy=policy(tmp_path)) as optimizer:
+        optimizer.store.check()
+        chunks = -(-500 * 112 * 8 // (256 << 10))  # spans begin at multiples of 16 elements
+        monkeypatch.setattr(torch, "_fused_adamw_", counted)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert sum(calls) == 500 and len(calls) <= chunks + 1
+
+
 def test_model_moved_after_construction_is_bound_where_it_is(tmp_path: Path) -> None:
     model = torch.nn.Linear(100, 100)
     with TieredAdamW(model.parameters(), policy=policy(tmp_path)) as optimizer:
