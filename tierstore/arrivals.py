@@ -19,12 +19,15 @@ from tierstore.device import Device, Event
 Handles = dict[int, tuple[weakref.ref[Tensor], RemovableHandle]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
-    """A gradient that was whole when it was noted, and the point in its stream from which on it is."""
+    """A gradient that was whole when it was noted, and the point in its stream from which on it is.
+
+    It is held, not by a weak reference: torch gives memory back under tensors that only weak references led to.
+    """
 
     parameter: Tensor
-    gradient: weakref.ref[Tensor]
+    gradient: Tensor | None
     version: int
     event: Event | None
 
@@ -33,11 +36,15 @@ class Arrival:
         """Note a parameter's gradient, on the thread and stream that made it."""
         assert parameter.grad is not None
         event = None if device is None else device.record()
-        return cls(parameter, weakref.ref(parameter.grad), _version_of(parameter.grad), event)
+        return cls(parameter, parameter.grad, _version_of(parameter.grad), event)
+
+    def let_go(self) -> None:
+        """Hold the gradient no longer: it was dropped on purpose."""
+        self.gradient = None
 
     def is_there(self) -> bool:
         """Whether the parameter still has this gradient, with whatever values."""
-        return self.parameter.grad is not None and self.gradient() is self.parameter.grad
+        return self.parameter.grad is not None and self.gradient is self.parameter.grad
 
     def is_unchanged(self) -> bool:
         """Whether the parameter still has this gradient, and nobody has changed it in place."""

@@ -174,6 +174,8 @@ class Run:
             while self._events:
                 self._device.wait(self._events.pop())
             self.work.use(number, record, is_fresh)
+            for key in self.let_go & self._arrivals.keys():
+                self._arrivals[key].let_go()
 
 
 def ranks_of(binding: Binding, keys: Iterable[int]) -> dict[int, int]:
