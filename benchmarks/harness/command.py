@@ -43,11 +43,11 @@ def writable(target: Path | None) -> Path | None:
 
 def drawable(target: Path | None) -> Path | None:
     """As `writable`, for a plot. Raises typer.BadParameter."""
-    if target is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("plots need matplotlib: pip install -e '.[bench]'")
     if target is not None and target.suffix not in PLOTS:
         raise typer.BadParameter(f"{target}: name a file that ends in {', '.join(PLOTS)}")
-    return writable(target)
+    if writable(target) is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("plots need matplotlib: pip install -e '.[bench]'")
+    return target
 
 
 def _json_target(target: str | None) -> str | None:
