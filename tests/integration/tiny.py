@@ -115,7 +115,8 @@ def use_scaler_on_cpu(accelerator: Any) -> None:
 
 def tiered(parameters: Any, folder: Path, tiers: str = "cpu-nvme", **options: Any) -> TieredAdamW:
     """Make the optimizer under test."""
-    return TieredAdamW(parameters, **{**OPTIONS, **options}, policy=policy(tiers, folder))
+    state = options.pop("state", {})
+    return TieredAdamW(parameters, **{**OPTIONS, **options}, policy={**policy(tiers, folder), "state": state})
 
 
 def tell_accelerate_of_ranks() -> None:
