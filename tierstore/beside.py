@@ -102,9 +102,14 @@ class Run:
     @property
     def let_go(self) -> frozenset[int]:
         """Ids of the parameters whose gradients the run has dropped."""
+        members = self.binding.members
+        return frozenset(id(members[position].parameter) for position in self._let_go(self.work.finished))
+
+    def _let_go(self, positions: Iterable[int]) -> list[int]:
+        """Those of some parameters whose gradients were dropped."""
         if not self.binding.policy.free_gradients:
-            return frozenset()
-        return frozenset(id(self.binding.members[p].parameter) for p in self.work.finished - self.work.kept)
+            return []
+        return [position for position in positions if position in self.work.finished and position not in self.work.kept]
 
     def count(self) -> None:
         """Count the step in what the run updated, and let go of the gradients it had kept."""
@@ -174,8 +179,8 @@ class Run:
             while self._events:
                 self._device.wait(self._events.pop())
             self.work.use(number, record, is_fresh)
-            for key in self.let_go & self._arrivals.keys():
-                self._arrivals[key].let_go()
+            for position in self._let_go(self._wanted[number]):
+                self._arrivals[id(self.binding.members[position].parameter)].let_go()
 
 
 def ranks_of(binding: Binding, keys: Iterable[int]) -> dict[int, int]:

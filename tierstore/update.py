@@ -19,7 +19,9 @@ from tierstore.compiled import SinglePass, single_pass
 from tierstore.cuts import Fields
 from tierstore.kernels import Manner, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
+from tierstore.masters import REMAINDER, TIE
 from tierstore.members import local_of, sharded_like
+from tierstore.records import MASTER
 from tierstore.rules import Pieces, step_count
 from tierstore.scratch import Scratch
 
@@ -152,7 +154,7 @@ class StepWork:
         binding, begun = self.binding, []
         for position in self.new:
             begins = self._begins(position)
-            if binding.rule.counts_steps or begins or "master" in (kind.name for kind in binding.fields_of(position)):
+            if binding.rule.counts_steps or begins or MASTER in (kind.name for kind in binding.fields_of(position)):
                 begun.append(position)
                 if not begins:
                     binding.unbegun.add(position)
@@ -213,7 +215,7 @@ class StepWork:
         if len(numbers) != len(spans):
             spans = [spans[number] for number in numbers]
             moments = {name: [parts[number] for number in numbers] for name, parts in fields.items()}
-        masters, remainders, ties = (moments.pop(name, []) for name in ("master", "remainder", "tie"))
+        masters, remainders, ties = (moments.pop(name, []) for name in (MASTER, REMAINDER.name, TIE.name))
         steps = [self.steps[span.parameter] for span in spans]
         parameters: list[Tensor] = []
         gradients: list[Tensor] = []

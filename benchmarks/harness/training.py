@@ -119,20 +119,12 @@ class Contender:
 
     def turn(self, back_to_back: int) -> Turn:
         """Train one iteration and so many steps more."""
-        self.model.zero_grad()
-        marks = [self._now()]
-        loss = self.model(self._batch)
-        marks.append(self._now())
-        loss.backward()
-        marks.append(self._now())
-        self.step()
-        marks.append(self._now())
-        before, cpu = self._stats(), time.process_time()
+        forward, backward, in_iteration = self._train()
+        began, before, cpu = self._now(), self._stats(), time.process_time()
         for _ in range(back_to_back):
             self.step()
-        marks.append(self._now())
+        burst = self._now() - began
         cpu = time.process_time() - cpu
-        forward, backward, in_iteration, burst = (end - begin for begin, end in itertools.pairwise(marks))
         after = self._stats()
         step = _difference(before.step, after.step) if before and after else None
         return Turn(
@@ -150,20 +142,24 @@ class Contender:
 
     def iterate(self, count: int) -> Iteration:
         """Train so many whole iterations, one after another."""
-        before, sums = self._stats(), [0.0, 0.0, 0.0]
-        for _ in range(count):
-            self.model.zero_grad()
-            marks = [self._now()]
-            loss = self.model(self._batch)
-            marks.append(self._now())
-            loss.backward()
-            marks.append(self._now())
-            self.step()
-            marks.append(self._now())
-            sums = [sum_ + end - begin for sum_, (begin, end) in zip(sums, itertools.pairwise(marks), strict=True)]
+        before = self._stats()
+        sums = [sum(part) for part in zip(*(self._train() for _ in range(count)), strict=True)]
         moved = sum(nbytes for route, nbytes in _moved(before, self._stats(), count).items() if "nvme" in route)
         forward, backward, step = (sum_ / count for sum_ in sums)
         return Iteration(forward, backward, step, moved)
+
+    def _train(self) -> tuple[float, float, float]:
+        """Train one iteration; the seconds of forward, backward and step."""
+        self.model.zero_grad()
+        marks = [self._now()]
+        loss = self.model(self._batch)
+        marks.append(self._now())
+        loss.backward()
+        marks.append(self._now())
+        self.step()
+        marks.append(self._now())
+        forward, backward, step = (end - begin for begin, end in itertools.pairwise(marks))
+        return forward, backward, step
 
     def step(self) -> None:
         """One step with the gradients there are."""
