@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tierstore.blueprint import draw
 from tierstore.build import Parts
+from tierstore.capture import Capture, Wanted
 from tierstore.counts import StepCounts
 from tierstore.cuts import Cuts
 from tierstore.errors import TransferError
@@ -86,6 +87,7 @@ class Binding:
             self._record = map_host_memory(blueprint.chunk_bytes)
             self._in_record: int | None = None  # the chunk whose bytes, as they are now, the buffer holds
             self._scratch = Scratch()
+            self._capture: Capture | None = None
             for dtype in {precision_of(chunk.cls) for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
                 for options in {replace(rule.options(group), lr=1e-3) for group in groups}:  # of any rate
                     self_test(rule, options, dtype)
@@ -208,12 +210,15 @@ class Binding:
 
         A field not given keeps its value. Chunks go through the tier that computes, as in a step.
         """
-        chunks = {chunk.number: chunk for chunk in self._chunks_of(values)}
-        scatter = Scatter(values, self.members, self._scratch)
+        self.rewrite(values, Scatter(values, self.members, self._scratch).into)
+
+    def rewrite(self, positions: Iterable[int], into: Callable[[Chunk, Tensor], None]) -> None:
+        """Give each chunk that holds any of the parameters to `into`, with its record, to be changed as in a step."""
+        chunks = {chunk.number: chunk for chunk in self._chunks_of(positions)}
 
         def use(number: int, record: Tensor, is_fresh: bool) -> None:
             chunk = chunks[number]
-            self.plant.launch(chunk.cls.compute, lambda: scatter.into(chunk, record))
+            self.plant.launch(chunk.cls.compute, lambda: into(chunk, record))
 
         if chunks:
             self.run(list(chunks), (), use, is_step=False)
@@ -229,10 +234,28 @@ class Binding:
     ) -> None:
         """Run chunks through the store; all launched work is done, or visible to what follows, at the end."""
         self._in_record = None
+        if self._capture is not None:
+            use = self._capture.before(use)
         self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step, ready=ready)
+
+    def capture(self, wanted: Wanted) -> Capture:
+        """Let state as it is now be copied out: each chunk before it is changed, the rest when `finish_capture` says.
+
+        The caller begins it. One that was not over is finished first.
+        """
+        self.finish_capture()
+        self._capture = Capture(wanted, self.layout, self.members, self.store, self.plant)
+        return self._capture
+
+    def finish_capture(self) -> None:
+        """Copy out what is left of a capture, if there is one. What goes wrong is the capture's, and raises nothing."""
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.rest()
 
     def discard(self) -> None:
         """Make all state fresh, reading none of it; what went wrong with it no longer matters. May be repeated."""
+        self.finish_capture()
         self.steps.clear()
         self.unbegun.clear()
         self._in_record = None
@@ -258,7 +281,9 @@ class Binding:
         return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
     def close(self) -> None:
-        """Give back memory, files and threads."""
+        """Give back memory, files and threads, once what a checkpoint still wants is copied out."""
+        if not self.store.is_closed:
+            self.finish_capture()
         self.store.close()
 
 
