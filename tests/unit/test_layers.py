@@ -22,7 +22,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
-        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "members", "counts", "cuts"),
+        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "checkpoint"),
+        *("members", "counts", "cuts"),
         *("records", "blueprint", "binding", "handed", "states", "state_view", "state_dicts", "update", "failures"),
         *("normed", "held", "arrivals", "beside", "backward", "tiered", "optimizer"),
     ),
