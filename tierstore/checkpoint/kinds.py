@@ -1,6 +1,7 @@
 """Which dtype of torch is stored as which data type of Zarr. Bits are never changed.
 
-Zarr has no bfloat16 and no float8: those are stored as unsigned integers of their size, and an attribute names the dtype.
+Zarr has no bfloat16 and no float8: those are stored as unsigned integers of their size, and an attribute names the
+dtype.
 """
 
 from __future__ import annotations

@@ -12,14 +12,17 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from tierstore.checkpoint import extra
 from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
-from tierstore.checkpoint.entries import SECTIONS, Entry, Json, from_attributes, node_name
+from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.geometry import CHECKSUM_BYTES
 from tierstore.checkpoint.replacement import recover, unfinished_beside
@@ -94,6 +97,18 @@ class Reader:
             )
         if len(into):
             self._read(name, array, start, as_bytes(into).numpy())
+
+    def extra(self) -> Any:
+        """What the writer was told to keep, with the types it had. Tensors are on the CPU."""
+        return extra.decode(self.root.extra, self._tensor)
+
+    def _tensor(self, number: int) -> Tensor:
+        entry = self._entries["extra"].get(number) if type(number) is int else None
+        if entry is None or dict(entry.fields) != {VALUES: entry.dtype}:
+            raise DamagedCheckpointError(f"{self.path}: extra has no tensor {str(number)[:40]}")
+        flat = torch.empty(entry.numel, dtype=entry.dtype)
+        self.read("extra", number, VALUES, 0, flat)
+        return flat.as_strided(entry.shape, entry.stride)
 
     def close(self) -> None:
         """Let go of the folder. Idempotent."""
@@ -229,7 +244,7 @@ class Reader:
             least = geometry.index_bytes + geometry.blocks_in(shard) * each
             if size < least:
                 raise IncompleteCheckpointError(
-                    f"{self.path}/{file} has {size:,} bytes, less than the {least:,} that its array needs: it is not complete"
+                    f"{self.path}/{file} has {size:,} bytes, its array needs {least:,}: it is not complete"
                 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from typing import Any
 
 from tierstore.checkpoint.blocks import Buffer
 from tierstore.checkpoint.files import told
@@ -103,11 +104,12 @@ class Tree:
         return buffer[offset - begin : offset - begin + nbytes]
 
     def _fill(self, name: str, offset: int, buffer: Buffer, wanted: int) -> int:
+        target: Any = buffer
         fd = self._open(name, os.O_DIRECT if self._direct else 0)
         try:
             found = 0
             while found < wanted:
-                count = os.preadv(fd, [buffer[found:]], offset + found)
+                count = os.preadv(fd, [target[found:]], offset + found)
                 if count == 0:
                     break
                 found += count

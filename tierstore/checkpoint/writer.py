@@ -21,12 +21,14 @@ from tierstore.checkpoint.documents import (
     group_document,
     parse_array,
 )
-from tierstore.checkpoint.entries import SECTIONS, Entry, Json, check_entry, node_name, to_attributes
+from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, check_entry, node_name, to_attributes
+from tierstore.checkpoint.extra import encode
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.geometry import BLOCK_BYTES, Compression, geometry_for
 from tierstore.checkpoint.replacement import begin, prune, replace
 from tierstore.checkpoint.root import root_now
 from tierstore.errors import CheckpointError, CheckpointValueError
+from tierstore.forms import take_apart
 
 MOST_SINGLE_SYNCS = 256
 """Files and folders that are synced one by one; of more, the filesystem is as a whole."""
@@ -107,6 +109,21 @@ class Writer:
                 f"{values.dtype} on {values.device}"
             )
         array.write(start, as_bytes(values).numpy(), self._waiting)
+
+    def keep(self, extra: object) -> None:
+        """Keep whatever else belongs to the checkpoint: plain values, lists, tuples, dicts, bytes, tensors, arrays.
+
+        Raises CheckpointValueError, with the key's path, for anything else.
+        """
+        self._check_open()
+        self._extra = encode(extra, self._keep_tensor)
+
+    def _keep_tensor(self, name: str, tensor: Tensor) -> int:
+        number = sum(section == "extra" for section, _ in self._entries)
+        form, content = take_apart(tensor)
+        self.add("extra", number, Entry(name, form.shape, form.stride, form.dtype, {VALUES: form.dtype}))
+        self.write("extra", number, VALUES, 0, content.view(form.dtype))
+        return number
 
     def commit(self, *, keep_last: int | None = None) -> None:
         """Let the checkpoint stand at its path, complete and on the disk, in one instant.
