@@ -1,4 +1,4 @@
-"""Writes on a thread of its own what was copied for it: a bounded number of buffers, filled by one thread, emptied here.
+"""Writes on a thread of its own what was copied for it: a few buffers, filled by one thread, emptied here.
 
 The thread sees its buffers and the writer of a checkpoint, nothing else: no tier, no ledger, no parameter. After an
 error it writes no more, but goes on taking buffers, so that whoever fills them never waits for what will not come.
@@ -44,11 +44,15 @@ Job = Callable[[Sink], None]
 
 
 class WriteBehind:
-    """What is on its way into one checkpoint. All but `written_bytes` is for one thread, which fills the buffers."""
+    """What is on its way into one checkpoint. For the one thread that fills the buffers.
+
+    Whenever it waits, `tell` hears how many bytes are written.
+    """
 
     def __init__(self, sink: Sink, *, buffer_bytes: int, keep_last: int | None) -> None:
         """Take over a writer that was entered and knows its entries."""
         self.error: BaseException | None = None
+        self.tell: Callable[[int], None] = _tell_nobody
         self.written_bytes = 0
         self._sink = sink
         self._keep_last = keep_last
@@ -81,7 +85,9 @@ class WriteBehind:
                 self._made += 1
                 return map_host_memory(self._buffer_bytes), 0.0
             self._changed.wait_for(lambda: bool(self._free))
-            return self._free.pop(), time.perf_counter() - began
+            buffer, written = self._free.pop(), self.written_bytes
+        self.tell(written)
+        return buffer, time.perf_counter() - began
 
     def put(self, buffer: Tensor, job: Job, nbytes: int) -> None:
         """Let a job write so many bytes of a filled buffer, which is the thread's from now on."""
@@ -107,17 +113,14 @@ class WriteBehind:
             self._is_complete = True
             self._changed.notify_all()
 
-    def wait_until_over(self, tell: Callable[[int], None] = lambda written: None) -> None:
-        """Wait until the checkpoint is there or given up; `tell` hears how many bytes are written."""
-        while True:
+    def wait_until_over(self) -> None:
+        """Wait until the checkpoint is there or given up."""
+        while not self._is_over:
             with self._changed:
-                seen = self.written_bytes
-                self._changed.wait_for(lambda: self._is_over or self.written_bytes != seen)
-                seen, is_over = self.written_bytes, self._is_over
-            tell(seen)
-            if is_over:
-                self._thread.join()
-                return
+                if not self._is_over:
+                    self._changed.wait()  # notified of every buffer that was written
+            self.tell(self.written_bytes)
+        self._thread.join()
 
     def _main(self) -> None:
         with ExitStack() as writing:
@@ -160,3 +163,7 @@ class WriteBehind:
             self._free.clear()
             self._is_over = True
             self._changed.notify_all()
+
+
+def _tell_nobody(written_bytes: int) -> None:
+    pass

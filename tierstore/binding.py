@@ -64,6 +64,7 @@ class Binding:
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
         self.steps = StepCounts()
         self.unbegun: set[int] = set()  # of those, the ones whose state was without moments: the next step begins them
+        self.half_loaded = frozenset[int]()  # those that a load of some parameters broke off at
         blueprint = draw(self.members, groups, policy, parts).tuned()
         self.rule = rule
         self.policy = policy
@@ -258,6 +259,7 @@ class Binding:
         self.finish_capture()
         self.steps.clear()
         self.unbegun.clear()
+        self.half_loaded = frozenset()
         self._in_record = None
         for number in self._infos:
             if self.store.holds(number):

@@ -20,6 +20,7 @@ from tierstore.layout import Chunk, Layout
 from tierstore.members import Member
 from tierstore.records import MASTER, field_in_parts, high_half, is_split
 from tierstore.scratch import Scratch
+from tierstore.signals import break_point
 from tierstore.store import Use
 from tierstore.tensors import TieredStore
 
@@ -37,9 +38,7 @@ class Capture:
     ) -> None:
         self._wanted = wanted
         self._chunks = {
-            chunk.number: chunk
-            for chunk in layout.chunks
-            if any(wanted.get(span.parameter) for span in chunk.spans)
+            chunk.number: chunk for chunk in layout.chunks if any(wanted.get(span.parameter) for span in chunk.spans)
         }
         self._members = members
         self._are_complex = frozenset(position for position in wanted if members[position].dtype.is_complex)
@@ -77,7 +76,12 @@ class Capture:
     def rest(self) -> None:
         """Copy all that is left, moving nothing."""
         for chunk in list(self._chunks.values()):
-            self._take(chunk, self._read)
+            try:
+                break_point()
+                self._take(chunk, self._read)
+            except BaseException as error:
+                self._give_up(error)
+                raise
 
     def _take(self, chunk: Chunk, fill: Callable[[Chunk, Tensor], None]) -> None:
         """Let one chunk be copied into a buffer by `fill`, and be written."""
@@ -90,18 +94,20 @@ class Capture:
         self._store.count_write_wait(waited)
         try:
             fill(chunk, buffer)
-        except BaseException as error:
+        except Exception as error:
             behind.drop()
-            behind.fail(error)
-            self._chunks.clear()
-            if not isinstance(error, Exception):
-                raise
+            self._give_up(error)
             return
         del self._chunks[chunk.number]
         write = partial(_write, chunk, buffer, self._wanted, self._are_complex, self._scratch)
         behind.put(buffer, write, _bytes_written(chunk, self._wanted))
         if not self._chunks:
             behind.complete()
+
+    def _give_up(self, error: BaseException) -> None:
+        assert self._behind is not None
+        self._behind.fail(error)
+        self._chunks.clear()
 
     def _copy(self, record: Tensor, chunk: Chunk, buffer: Tensor) -> None:
         """Copy a record that is about to be used, on the device it is used on."""

@@ -26,8 +26,6 @@ from tierstore.errors import CheckpointValueError, DamagedCheckpointError, State
 from tierstore.layout import Field, stored_strides
 from tierstore.members import Member
 
-SECTION = "params"
-
 Groups = Sequence[Mapping[str, Any]]
 Json = Any
 

@@ -69,7 +69,7 @@ def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
 
 
 def on_one_core(run: Callable[[], None]) -> None:
-    """Call a function that uses torch on the calling thread, which it then ends with: on one core, without gradients."""
+    """Call a function that uses torch, on one core and without gradients, as the last thing that a thread does."""
     torch.get_num_threads()  # torch sets a new thread's number when it is first asked
     if (change := _changer()) is not None:
         change(1)

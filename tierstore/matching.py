@@ -1,6 +1,6 @@
 """Which entries of a checkpoint are the state of which parameters, by name or else by place; and whether they fit.
 
-Looks at names, shapes and dtypes, reads no values and changes nothing. Everything that does not fit is a StateDictError.
+Looks at names, shapes and dtypes, reads no values and changes nothing. What does not fit is a StateDictError.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Match:
             )
         for name, dtype in entry.fields.items():
             if not (dtype.is_floating_point or dtype.is_complex) or dtype.is_complex != entry.dtype.is_complex:
-                raise StateDictError(f"{name} of {entry.name} in {self.path} is {dtype}, of a parameter of {entry.dtype}")
+                raise StateDictError(
+                    f"{name} of {entry.name} in {self.path} is {dtype}, of a parameter of {entry.dtype}"
+                )
 
     def options(self, groups: Groups, position: Mapping[int, int]) -> list[dict[str, Any]]:
         """The options that each group is loaded with: those of the stored group that its parameters are from.

@@ -17,6 +17,7 @@ class Bar:
     def __init__(self, words: str, total_bytes: int) -> None:
         self._words = words
         self._total_bytes = total_bytes
+        self._done_bytes = 0
         self._began = time.monotonic()
         self._shown: Any = None
         self._task: Any = None
@@ -37,6 +38,11 @@ class Bar:
             self._shown.update(self._task, completed=done_bytes)
         elif self._is_wanted and time.monotonic() - self._began > QUIET_SECONDS:
             self._show(done_bytes)
+
+    def add(self, more_bytes: int) -> None:
+        """Hear that so many bytes more are done."""
+        self._done_bytes += more_bytes
+        self.tell(self._done_bytes)
 
     def _show(self, done_bytes: int) -> None:
         from rich.console import Console

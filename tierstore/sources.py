@@ -40,10 +40,8 @@ class Source:
         self._reordered: dict[str, Tensor] = {}  # fields of the tensor that was read last
         self._of: tuple[str, int, tuple[int, ...]] | None = None
 
-    def read(
-        self, section: str, number: int, field: str, strides: Sequence[int], start: int, into: Tensor
-    ) -> None:
-        """Read elements from `start` on, in the order of dense `strides`, into a 1-D CPU tensor of the field's dtype."""
+    def read(self, section: str, number: int, field: str, strides: Sequence[int], start: int, into: Tensor) -> None:
+        """Read elements from `start` on, in the order of dense `strides`, into a 1-D CPU tensor of the dtype."""
         entry = self.reader.entries(section)[number]
         if is_same_order(entry.shape, entry.stride, strides):
             self.reader.read(section, number, field, start, into)

@@ -6,7 +6,7 @@ tensors must be plain JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from tierstore.behind import Sink, WriteBehind
 from tierstore.checkpoint.entries import VALUES, Entry
+from tierstore.contents import Header, decode_others
 from tierstore.errors import CheckpointValueError, StateDictError
 from tierstore.layout import in_storage_order_of, storage_order, stored_strides
+from tierstore.matching import listed
 from tierstore.sources import Source
 
 SECTION = "model"
@@ -56,14 +58,8 @@ class Weights:
             found.keys[key] = numbers[alike]
         return found
 
-    @property
-    def header(self) -> dict[str, Json]:
-        """What a checkpoint's header says of them."""
-        return {"keys": self.keys, "others": self.others}
-
-    def put(self, behind: WriteBehind, buffer_bytes: int, tell: Callable[[int], None]) -> None:
-        """Copy all of it into buffers of `buffer_bytes`, to be written; `tell` hears the bytes so far."""
-        copied = 0
+    def put(self, behind: WriteBehind, buffer_bytes: int) -> None:
+        """Copy all of it into buffers of `buffer_bytes`, to be written."""
         for number, tensor in enumerate(self.tensors):
             flat, size = in_storage_order_of(tensor, tensor), tensor.dtype.itemsize
             for start in range(0, len(flat), buffer_bytes // size):
@@ -72,8 +68,6 @@ class Weights:
                 buffer, _ = behind.wait_for_buffer()
                 values = buffer[:nbytes].view(tensor.dtype).copy_(part)
                 behind.put(buffer, partial(_write, number, start, values), nbytes)
-                copied += nbytes
-                tell(copied)
 
 
 def entry_of(name: str, tensor: Tensor) -> Entry:
@@ -84,7 +78,7 @@ def entry_of(name: str, tensor: Tensor) -> Entry:
 class Restoration:
     """The tensors of a checkpoint on their way into a model that has them all, of the same shapes."""
 
-    def __init__(self, model: nn.Module, source: Source, select: Callable[[str], bool]) -> None:
+    def __init__(self, model: nn.Module, header: Header, source: Source, select: Callable[[str], bool]) -> None:
         """Find what is stored for each key that `select` takes.
 
         Raises StateDictError, with nothing changed, for the weights of another model, as a strict `load_state_dict`.
@@ -92,18 +86,13 @@ class Restoration:
         self._model = model
         self._source = source
         self._state = {key: value for key, value in model.state_dict().items() if select(key)}
-        header = source.reader.header.get("model")
-        if not isinstance(header, Mapping):
-            raise StateDictError(f"{source.reader.path} has no model: it was saved without one")
-        self._keys = {key: number for key, number in header["keys"].items() if select(key)}
-        self._others = {key: value for key, value in header["others"].items() if select(key)}
+        path, stored = source.reader.path, header.model
+        if stored is None:
+            raise StateDictError(f"{path} has no model: it was saved without one")
+        self._keys = {key: number for key, number in stored["keys"].items() if select(key)}
+        self._others = {key: v for key, v in decode_others(path, stored["others"]).items() if select(key)}
         self._entries = source.reader.entries(SECTION)
         self._refuse_another()
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys that are loaded."""
-        return list(self._state)
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +101,7 @@ class Restoration:
 
     @torch.no_grad()
     def load(self, tell: Callable[[int], None]) -> None:
-        """Write the values into the model's own tensors; `tell` hears how many bytes are read."""
+        """Write the values into the model's own tensors; `tell` hears how many bytes more are read."""
         loaded: set[tuple[Any, ...]] = set()
         rest: dict[str, Any] = dict(self._others)
         own = {_memory(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
@@ -150,8 +139,8 @@ class Restoration:
         unexpected = [key for key in stored if key not in self._state]
         if missing or unexpected:
             raise StateDictError(
-                f"{self._source.reader.path} is of another model: missing there: {_listed(missing)}; unexpected: "
-                f"{_listed(unexpected)}"
+                f"{self._source.reader.path} is of another model: missing there: {listed(missing)}; unexpected: "
+                f"{listed(unexpected)}"
             )
         for key, value in self._state.items():
             if isinstance(value, Tensor) != (key in self._keys):
@@ -168,10 +157,6 @@ class Restoration:
             _refuse_what_has_no_values(key, value, StateDictError)
 
 
-def _listed(keys: list[str]) -> str:
-    return (", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")) or "none"
-
-
 def _memory(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
@@ -183,9 +168,7 @@ def _write(number: int, start: int, values: Tensor, sink: Sink) -> None:
 def _refuse_what_has_no_values(key: str, value: Tensor, error: type[Exception]) -> None:
     """Raise an error for a tensor without plain values of its own in this process."""
     if hasattr(value, "_local_tensor"):
-        raise error(
-            f"model.{key} is sharded over ranks: save and load it with torch.distributed.checkpoint, as before"
-        )
+        raise error(f"model.{key} is sharded over ranks: save and load it with torch.distributed.checkpoint, as before")
     if value.is_meta or value.layout is not torch.strided or value.is_quantized:
         what = "on the meta device and has no values" if value.is_meta else "sparse or quantized"
         raise error(f"model.{key} is {what}: it can be neither saved nor loaded")

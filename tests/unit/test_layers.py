@@ -24,8 +24,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "use": (
         *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "checkpoint"),
         *("members", "counts", "cuts"),
-        *("records", "blueprint", "binding", "handed", "states", "state_view", "state_dicts", "update", "failures"),
-        *("normed", "held", "arrivals", "beside", "backward", "tiered", "optimizer"),
+        *("records", "behind", "capture", "blueprint", "binding", "handed", "states", "state_view", "state_dicts"),
+        *("update", "failures", "normed", "progress", "sources", "contents", "matching", "weights", "saving", "held"),
+        *("loading", "arrivals", "beside", "backward", "checkpointed", "tiered", "optimizer"),
     ),
     "front": ("", "output", "demo", "doctor", "cli", "__main__"),
 }
