@@ -13,12 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tierstore.arena import Extent
 from tierstore.build import Parts
+from tierstore.checkpoint.writer import Writer
 from tierstore.device import Device, Event, HostDevice
 from tierstore.errors import TransferError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Progress, Request
@@ -574,3 +576,53 @@ def honest_parts(seed: int, *, asynchronous_host: bool = False) -> Parts:
         open_engine=lambda *_, **__: HonestEngine(schedule),
         open_transfer=lambda io, accelerator: HonestTransfer(io, accelerator, schedule=schedule),
     )
+
+
+# --- checkpoints
+
+
+class HeldWriters:
+    """Opens real writers of checkpoints, all of which can be made to wait and to fail."""
+
+    def __init__(self) -> None:
+        self.fault: BaseException | None = None
+        self._is_free = threading.Event()
+        self._is_free.set()
+        self._is_held = threading.Event()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Writer:
+        return _HeldWriter(self, *arguments, **options)
+
+    def hold(self) -> None:
+        """Let what is written from now on wait until `release`."""
+        self._is_free.clear()
+
+    def release(self) -> None:
+        """Let it go on."""
+        self._is_free.set()
+
+    def wait_until_held(self) -> None:
+        """Wait until something waits."""
+        assert self._is_held.wait(PATIENCE_SECONDS), "nothing was written"
+
+    def meet(self) -> None:
+        """Wait or fail, as told."""
+        self._is_held.set()
+        assert self._is_free.wait(PATIENCE_SECONDS), "nobody let the writer go on"
+        if self.fault is not None:
+            raise self.fault
+
+
+class _HeldWriter(Writer):
+    def __init__(self, owner: HeldWriters, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._owner = owner
+
+    def write(self, section: str, number: int, field: str, start: int, values: Tensor) -> None:
+        if section != "extra":
+            self._owner.meet()
+        super().write(section, number, field, start, values)
+
+    def commit(self, **options: Any) -> None:
+        self._owner.meet()
+        super().commit(**options)

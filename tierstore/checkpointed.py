@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from tierstore.checkpoint.writer import Writer
 from tierstore.held import Held
 from tierstore.loading import Load, open_checkpoint
 from tierstore.results import Results
 from tierstore.rules import Rule
-from tierstore.saving import Compression, IfBusy, Save, begin
+from tierstore.saving import Compression, IfBusy, OpenWriter, Save, begin
 from tierstore.sources import Source
 
 Path = str | os.PathLike[str]
@@ -21,6 +22,7 @@ class Checkpointed:
     """Stands before torch's optimizer in the bases of `TieredOptimizer`, whose other half it is."""
 
     rule: ClassVar[Rule]
+    open_writer: ClassVar[OpenWriter] = Writer
     param_groups: list[dict[str, Any]]
     _held: Held
 
@@ -55,6 +57,7 @@ class Checkpointed:
         with self._held.alone():
             self._held.refuse_if_closed()
             self._held.end_save(if_busy)
+            self._held.refuse_to_save()
             binding = None
             if self._held.has_state():
                 binding, handed = self._held.bound_inside(self.param_groups)
@@ -69,6 +72,7 @@ class Checkpointed:
                 extra=extra,
                 compression=compression,
                 keep_last=keep_last,
+                open_writer=self.open_writer,
             )
             if wait:
                 save.wait()
@@ -84,7 +88,7 @@ class Checkpointed:
         its `extra`.
 
         Parameters are found by name where they have names here (`named_parameters()`, or `model`'s) and there, else by
-        place. `params`: load only parameters, with their state and weights, whose names match the pattern (fnmatch), and
+        place. `params`: load only parameters, with their state and weights, whose names match a pattern (fnmatch), and
         no options. `path` may be a file of `torch.save(optimizer.state_dict())` too.
 
         Raises StateDictError, with nothing changed, for another model's or algorithm's; CheckpointError for what cannot

@@ -154,6 +154,14 @@ class Held:
         if self.save is not None and (error := self.save.take_error()) is not None:
             raise error
 
+    def refuse_to_save(self) -> None:
+        """Raise FailedStepError after a step or a load that broke off: what there is now is of no one step."""
+        if self.pending is None and self.binding is not None and self.binding.store.broken_off is not None:
+            raise FailedStepError(
+                "a step or a load broke off half-way, so that parameters and state belong to no one step: they are not "
+                "saved over a checkpoint; load one first"
+            )
+
     def end_save(self, if_busy: IfBusy) -> None:
         """See to it that no checkpoint is under way: wait for it and raise its error, or raise BusyStoreError."""
         if if_busy not in ("wait", "error"):

@@ -24,7 +24,7 @@ from tierstore.capture import SECTION, Capture, Wanted
 from tierstore.checkpoint.entries import Entry
 from tierstore.checkpoint.writer import Writer
 from tierstore.contents import Groups, encode_others, entry_of, names_of, write_header
-from tierstore.errors import CheckpointValueError, FailedStepError
+from tierstore.errors import CheckpointValueError
 from tierstore.members import Member, survey
 from tierstore.progress import Bar
 from tierstore.rules import Rule
@@ -39,6 +39,7 @@ LEAST_BYTES = 4096
 
 Compression = Literal["none", "zstd"]
 IfBusy = Literal["wait", "error"]
+OpenWriter = Callable[..., Writer]
 Path_ = str | os.PathLike[str]
 
 _log = logging.getLogger("tierstore.saving")
@@ -114,19 +115,15 @@ def begin(
     extra: object,
     compression: Compression,
     keep_last: int | None,
+    open_writer: OpenWriter = Writer,
 ) -> Save:
     """Begin a checkpoint of state as it is now; `binding` holds it, None: there is none.
 
     When this returns, the model is copied, and each chunk will be before it changes. Raises CheckpointError for what
-    cannot be stored or a path that cannot be written, FailedStepError after a step that broke off.
+    cannot be stored, or a path that cannot be written.
     """
     if keep_last is not None and keep_last < 1:
         raise CheckpointValueError(f"keep_last is {keep_last}: give 1 or more, or None to keep all")
-    if binding is not None and binding.store.broken_off is not None:
-        raise FailedStepError(
-            "a step broke off half-way, so that parameters and state belong to no one step: they are not saved over a "
-            "checkpoint; load one first"
-        )
     members = survey(groups, rule) if binding is None else binding.members
     names = names_of(groups, model)
     weights = Weights.of(model) if model is not None else None
@@ -140,7 +137,7 @@ def begin(
     )
     entries = _entries(members, names, binding, wanted)
     with ExitStack() as undoing:
-        writer = undoing.enter_context(Writer(path, header=header, compression=compression))
+        writer = undoing.enter_context(open_writer(path, header=header, compression=compression))
         writer.keep(extra)
         for number, entry in enumerate(entries):
             writer.add(SECTION, number, entry)
