@@ -1,7 +1,8 @@
 """Writes on a thread of its own what was copied for it: a few buffers, filled by one thread, emptied here.
 
 The thread sees its buffers and the writer of a checkpoint, nothing else: no tier, no ledger, no parameter. After an
-error it writes no more, but goes on taking buffers, so that whoever fills them never waits for what will not come.
+error it writes no more, but goes on taking buffers until it hears that no more will come, so that whoever fills them
+never waits in vain.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class WriteBehind:
             self._made -= 1
 
     def complete(self) -> None:
-        """Say that nothing more will come; the checkpoint is committed once all is written."""
+        """Say that nothing more will come; the checkpoint is committed once all is written, or given up if it failed."""
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()

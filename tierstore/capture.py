@@ -89,6 +89,7 @@ class Capture:
         assert behind is not None
         if behind.has_failed:
             self._chunks.clear()
+            behind.complete()
             return
         buffer, waited = behind.wait_for_buffer()
         self._store.count_write_wait(waited)
