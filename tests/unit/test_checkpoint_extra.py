@@ -1,4 +1,4 @@
-"""What a caller keeps beside tensors comes back with its types, or is refused by the path of its key; torch's files too."""
+"""What a caller keeps beside tensors comes back with its types, or is refused by its key's path; torch's files too."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ plain = st.recursive(
 
 
 @given(plain)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_plain_value_survives_json(value: Any) -> None:
     kept: list[Tensor] = []
 
@@ -129,7 +129,6 @@ def test_what_contains_itself_is_refused(tmp_path: Path) -> None:
         {"$bytes": "!"},
         {"$bytes": "A" * 4000},
         {"$size": ["a"]},
-        {"$size": [-1]},
         {"$dict": [[1]]},
         {"$dict": [[[], 1]]},
         {"$tensor": 0},
