@@ -180,8 +180,9 @@ def test_a_file_of_torchs_is_read_as_a_checkpoint(tmp_path: Path, wrap: Any) -> 
                 into = torch.empty(entry.numel - 2)
                 reader.read("params", number, field, 1, into)
                 assert into.equal(optimizer.state[parameter][field].flatten()[1:-1])
-        assert reader.header["groups"][0]["lr"] == 1e-2 and reader.header["groups"][0]["params"] == [0, 1, 2, 3]
-        if "model" in reader.header:
+        group = reader.header["param_groups"][0]
+        assert group["options"]["lr"] == 1e-2 and group["params"] == [0, 1, 2, 3] and reader.header["is_named"]
+        if reader.header["model"] is not None:
             assert list(reader.header["model"]["keys"]) == list(model.state_dict())
             assert reader.extra() == {"epoch": 3}
 

@@ -5,7 +5,6 @@ Loaded with `weights_only=True`, so that nothing in it is run, and mapped, so th
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tierstore.checkpoint.entries import VALUES, Entry, check_entry
+from tierstore.checkpoint.entries import VALUES, Entry, Json, check_entry
+from tierstore.checkpoint.extra import encode
 from tierstore.checkpoint.files import told
 from tierstore.errors import CheckpointValueError, DamagedCheckpointError
 from tierstore.layout import in_storage_order_of, is_dense
@@ -25,7 +25,11 @@ MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
 
 
 class TorchFile:
-    """One file, read as a `Reader` is: `header` has `groups` (each with the numbers of its `params`) and `model`.
+    """One file, read as a `Reader` is. Its `header` is like that of a checkpoint of an optimizer.
+
+    That has `param_groups`, each with encoded `options` and the numbers of its `params`; `is_named`; and `model`, which
+    is None or has the number of the entry that each of `keys` means, and encoded `others`. `algorithm` is not known.
+    A parameter without state has no entry: the file does not say what it is.
 
     Raises DamagedCheckpointError for what is no such file, or holds neither an optimizer's state nor a model's.
     """
@@ -38,9 +42,9 @@ class TorchFile:
         self._entries: dict[str, dict[int, Entry]] = {"params": {}, "model": {}}
         self._header: dict[str, Any] = {}
         if states is not None:
-            self._header["groups"] = self._take_states(states)
-        if weights is not None:
-            self._header["model"] = self._take_weights(weights)
+            groups, is_named = self._take_states(states)
+            self._header |= {"algorithm": "unknown", "is_named": is_named, "param_groups": groups}
+        self._header["model"] = None if weights is None else self._take_weights(weights)
 
     def __enter__(self) -> TorchFile:
         return self
@@ -52,7 +56,7 @@ class TorchFile:
 
     @property
     def header(self) -> Mapping[str, Any]:
-        """`groups`: the options of each group; `model`: which entry each key of the state dict means, and the rest."""
+        """What the whole is, as docs/CHECKPOINTS.md says of checkpoints of optimizers."""
         return self._header
 
     def entries(self, section: str) -> Mapping[int, Entry]:
@@ -80,19 +84,22 @@ class TorchFile:
         """Let go of the file. Idempotent."""
         self._tensors.clear()
 
-    def _take_states(self, states: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _take_states(self, states: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+        """Note the state of each parameter; return the groups as a header has them, and whether all have names."""
         groups = []
+        is_named = True
         for number, group in enumerate(states["param_groups"]):
-            names = group.get("param_names", [])
+            names = group.get("param_names")
+            is_named = is_named and isinstance(names, list) and len(names) == len(group["params"])
             for place, key in enumerate(group["params"]):
-                if type(key) is not int or key in self._entries["params"]:
-                    raise DamagedCheckpointError(f"{self.path}: parameter {str(key)[:100]!r} is no number, or is twice")
-                name = names[place] if place < len(names) else ""
-                state = states["state"].get(key)
-                if state:
-                    self._take_state(key, str(name), number, state)
-            groups.append({option: _plain(value) for option, value in group.items()})
-        return groups
+                if type(key) is not int:
+                    raise DamagedCheckpointError(f"{self.path}: parameter {str(key)[:100]!r} is no number")
+                if state := states["state"].get(key):
+                    self._take_state(key, str(names[place]) if is_named else "", number, state)
+            where = f"{self.path}: param_groups[{number}]"
+            options = {option: value for option, value in group.items() if option != "params"}
+            groups.append({"options": _encoded(where, options), "params": list(group["params"])})
+        return groups, is_named
 
     def _take_state(self, key: int, name: str, group: int, state: Mapping[str, Any]) -> None:
         step = state.get("step")
@@ -112,7 +119,7 @@ class TorchFile:
         others: dict[str, Any] = {}
         for key, value in weights.items():
             if not isinstance(value, Tensor):
-                others[key] = value
+                others[key] = _encoded(f"{self.path}: {key}", value)
                 continue
             keys[key] = len(keys)
             self._add("model", keys[key], _entry(key, value, {VALUES: value.dtype}, None, {}), {VALUES: value})
@@ -152,8 +159,6 @@ def _sort(path: str, content: Any) -> tuple[Mapping[str, Any] | None, Mapping[st
     """Find an optimizer's state, a model's, and the rest."""
     if _is_optimizers(content):
         return content, None, {}
-    if _is_models(content):
-        return None, content, {}
     if not isinstance(content, Mapping):
         raise DamagedCheckpointError(f"{path} holds a {type(content).__name__}, no state dict")
     states, weights = None, None
@@ -168,6 +173,8 @@ def _sort(path: str, content: Any) -> tuple[Mapping[str, Any] | None, Mapping[st
     for key in MODEL_KEYS:
         if weights is None and _is_models(content.get(key)):
             weights = others.pop(key)
+    if states is None and weights is None and _is_models(content):
+        return None, content, {}
     if states is None and weights is None:
         raise DamagedCheckpointError(
             f"{path} holds {sorted(map(str, content))[:8]}: neither an optimizer's state dict nor a model's, nor a "
@@ -197,10 +204,12 @@ def _entry(
     return Entry(name, tuple(like.shape), stride, like.dtype, dict(fields), step, attributes)
 
 
-def _plain(value: Any) -> Any:
-    """An option as a plain value; torch keeps some in tensors of one element."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+def _encoded(where: str, value: Any) -> Json:
+    try:
+        return encode(value, _refuse_large, where)
+    except CheckpointValueError as error:
+        raise DamagedCheckpointError(str(error)) from error
+
+
+def _refuse_large(where: str, tensor: Tensor) -> int:
+    raise CheckpointValueError(f"{where} is a tensor of shape {tuple(tensor.shape)} where only small values belong")
