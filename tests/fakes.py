@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tierstore.arena import Extent
 from tierstore.build import Parts
+from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.writer import Writer
 from tierstore.device import Device, Event, HostDevice
 from tierstore.errors import TransferError
@@ -31,6 +32,8 @@ from tierstore.transfer import Ticket, TransferEngine
 
 PATIENCE_SECONDS = 60.0
 """How long a test waits for a state before it fails; never waited out when the code is right."""
+KILLED = 86
+"""The exit status of a process that an `EndingFiles` ended."""
 
 # --- io
 
@@ -626,3 +629,68 @@ class _HeldWriter(Writer):
     def commit(self, **options: Any) -> None:
         self._owner.meet()
         super().commit(**options)
+
+
+class EndingFiles(Files):
+    """The filesystem until its nth call, in place of which the process ends, as if it had been killed.
+
+    `can_exchange` False: folders cannot change names, as on some network filesystems.
+    """
+
+    def __init__(self, nth: int, *, can_exchange: bool = True) -> None:
+        self.left = nth
+        self.can_exchange = can_exchange
+
+    def __getattribute__(self, name: str) -> object:
+        if hasattr(Files, name):
+            self.left -= 1
+            if self.left == 0:
+                os._exit(KILLED)
+        return super().__getattribute__(name)
+
+    def exchange(self, one: str, other: str) -> bool:
+        return self.can_exchange and super().exchange(one, other)
+
+
+class RecordingFiles(Files):
+    """Notes what was written, and not synced since, when anything is renamed."""
+
+    def __init__(self) -> None:
+        self.unsynced: set[str] = set()
+        self.at_renames: list[set[str]] = []
+
+    def make_folder(self, path: str) -> None:
+        super().make_folder(path)
+        self.unsynced |= {path, os.path.dirname(path)}
+
+    def create(self, path: str, content: bytes) -> None:
+        super().create(path, content)
+        self.unsynced |= {path, os.path.dirname(path)}
+
+    def reserve(self, path: str, nbytes: int) -> None:
+        super().reserve(path, nbytes)
+        self.unsynced |= {path, os.path.dirname(path)}
+
+    def put(self, path: str, content: Any, offset: int, *, direct: bool) -> None:
+        super().put(path, content, offset, direct=direct)
+        self.unsynced.add(path)
+
+    def remove_file(self, path: str) -> None:
+        super().remove_file(path)
+        self.unsynced.discard(path)
+
+    def sync(self, path: str) -> None:
+        super().sync(path)
+        self.unsynced.discard(path)
+
+    def sync_filesystem(self, path: str) -> None:
+        super().sync_filesystem(path)
+        self.unsynced.clear()
+
+    def rename(self, source: str, target: str) -> None:
+        self.at_renames.append(set(self.unsynced))
+        super().rename(source, target)
+
+    def exchange(self, one: str, other: str) -> bool:
+        self.at_renames.append(set(self.unsynced))
+        return super().exchange(one, other)

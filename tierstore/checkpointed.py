@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from tierstore.checkpoint.opening import open_checkpoint
 from tierstore.checkpoint.writer import Writer
 from tierstore.held import Held
-from tierstore.loading import Load, open_checkpoint
+from tierstore.loading import Load
 from tierstore.results import Results
 from tierstore.rules import Rule
 from tierstore.saving import Compression, IfBusy, OpenWriter, Save, begin

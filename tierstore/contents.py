@@ -41,6 +41,11 @@ class Header:
     groups: tuple[tuple[dict[str, Any], tuple[int, ...]], ...]
     model: Mapping[str, Json] | None
 
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all parameters in order."""
+        return list(dict.fromkeys(number for _, numbers in self.groups for number in numbers))
+
     @classmethod
     def of(cls, path: str, header: Mapping[str, Json]) -> Header:
         """Read it. Raises DamagedCheckpointError for one that is not as `write_header` has it."""

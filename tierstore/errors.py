@@ -18,9 +18,9 @@ TierstoreError
 +-- FailedStepError (RuntimeError)      a step broke off half-way; the store refuses more until state is loaded
 +-- LeaseError (RuntimeError)           a chunk that is leased would have to move, or a lease was misused
 +-- CheckpointError                     the root of what goes wrong with a checkpoint
-|   +-- CheckpointFileError (OSError)   a file or folder of one cannot be read or written; `errno` and `filename` are set
+|   +-- CheckpointFileError (OSError)   a file or folder of one cannot be read or written; `errno`, `filename` are set
 |   |   +-- NoCheckpointError (FileNotFoundError)  there is none at the path
-|   +-- DamagedCheckpointError (ValueError)  what is stored contradicts itself or its checksums; nothing of it is believed
+|   +-- DamagedCheckpointError (ValueError)  what is stored contradicts itself or its checksums; none of it is believed
 |   |   +-- IncompleteCheckpointError   one that was never finished
 |   +-- CheckpointValueError (ValueError)  what was given to be saved cannot be stored: names the key's path
 +-- InvariantError (AssertionError)     store.check() found the store inconsistent: a fault of tierstore's own

@@ -8,7 +8,6 @@ leaves the store refusing steps until a load succeeds.
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from tierstore.binding import Binding
 from tierstore.capture import SECTION
-from tierstore.checkpoint.reader import Reader
 from tierstore.contents import Groups, Header, form_of, names_of
 from tierstore.errors import FailedStepError, StateDictError
 from tierstore.handed import Handed
@@ -135,11 +133,6 @@ class Load:
                 for position in entries:
                     handed.forget_fields(position, (*binding.rule.moments, MASTER))
                 Filling(binding, self, bar.add).run()
-
-
-def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
-    """Open a checkpoint for reading. Raises CheckpointError."""
-    return Reader(path)
 
 
 def _held_by(held: Held) -> WithState:

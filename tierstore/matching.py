@@ -39,25 +39,26 @@ class Match:
                 "params selects parameters by name, and they have none: make the optimizer from named_parameters(), or "
                 "give the model too"
             )
-        if header.is_named and names is not None:
-            self._match_by_name(entries, names, select)
-        else:
-            self._match_by_place(entries, members, names, select)
-        self._entries = entries
         self.members = members
+        self._entries = entries
+        if header.is_named and names is not None:
+            self._match_by_name(names, select)
+        else:
+            self._match_by_place(names, select)
 
     @property
     def entries(self) -> dict[int, Entry]:
-        """What is stored, by position."""
-        return {position: self._entries[number] for position, number in self.numbers.items()}
+        """What is stored, by position; of a parameter without state there may be nothing."""
+        return {p: self._entries[number] for p, number in self.numbers.items() if number in self._entries}
 
     def check(self, rule: Rule) -> None:
         """Refuse state that is not the rule's, or of parameters of another shape."""
         for position, entry in self.entries.items():
             self._check(rule, self.members[position], entry)
 
-    def _match_by_name(self, entries: Mapping[int, Entry], names: Sequence[str], select: Select | None) -> None:
-        stored = {entry.name: number for number, entry in entries.items() if select is None or select(entry.name)}
+    def _match_by_name(self, names: Sequence[str], select: Select | None) -> None:
+        named = [(self._name_of(number), number) for number in self.header.numbers]
+        stored = {name: number for name, number in named if select is None or select(name)}
         wanted = {name: position for position, name in enumerate(names) if select is None or select(name)}
         missing = [name for name in wanted if name not in stored]
         unexpected = [name for name in stored if name not in wanted]
@@ -68,19 +69,22 @@ class Match:
             )
         self.numbers = {position: stored[name] for name, position in wanted.items()}
 
-    def _match_by_place(
-        self,
-        entries: Mapping[int, Entry],
-        members: Sequence[Member],
-        names: Sequence[str] | None,
-        select: Select | None,
-    ) -> None:
-        if len(entries) != len(members):
+    def _name_of(self, number: int) -> str:
+        if number in self._entries:
+            return self._entries[number].name
+        for options, numbers in self.header.groups:
+            if number in numbers:
+                return str(options.get("param_names", {})[numbers.index(number)])
+        raise AssertionError(number)
+
+    def _match_by_place(self, names: Sequence[str] | None, select: Select | None) -> None:
+        stored, count = self.header.numbers, len(self.members)
+        if len(stored) != count:
             raise StateDictError(
-                f"{self.path} has {len(entries)} parameters, the optimizer {len(members)}, and without names on both "
-                f"sides they must be the same, in the same order"
+                f"{self.path} has {len(stored)} parameters, the optimizer {count}, and without names on both sides they "
+                f"must be the same, in the same order"
             )
-        pairs = zip(range(len(members)), entries, strict=True)
+        pairs = zip(range(count), stored, strict=True)
         self.numbers = {p: number for p, number in pairs if select is None or names is None or select(names[p])}
 
     def _check(self, rule: Rule, member: Member, entry: Entry) -> None:

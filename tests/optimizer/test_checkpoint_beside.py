@@ -100,7 +100,9 @@ class TestCapture:
         assert save.is_over
         assert_same_values(loaded(tmp_path / "saved", tmp_path)[1], wanted)
 
-    @pytest.mark.parametrize("change", ["in place", "whole", "deleted", "another set", "loaded", "checkpoint", "closed"])
+    @pytest.mark.parametrize(
+        "change", ["in place", "whole", "deleted", "another set", "loaded", "checkpoint", "closed"]
+    )
     def test_what_changes_state_otherwise_is_not_in_the_checkpoint(self, change: str, tmp_path: Path) -> None:
         parameters = seeded(*SHAPES)
         optimizer = made(parameters, tmp_path)
@@ -112,7 +114,11 @@ class TestCapture:
             optimizer.state[parameters[5]]["exp_avg"].zero_()
             optimizer.state_dict()
         elif change == "whole":
-            optimizer.state[parameters[5]] = {"step": 7.0, "exp_avg": torch.ones(20_000), "exp_avg_sq": torch.ones(20_000)}
+            optimizer.state[parameters[5]] = {
+                "step": 7.0,
+                "exp_avg": torch.ones(20_000),
+                "exp_avg_sq": torch.ones(20_000),
+            }
         elif change == "deleted":
             del optimizer.state[parameters[5]]
         elif change == "another set":
@@ -138,7 +144,9 @@ class TestCapture:
             for step in steps:
                 optimizer.zero_grad()
                 generator = torch.Generator().manual_seed(step)
-                (model(torch.randn(8, 130, generator=generator)) * model.get_parameter("scale")).square().mean().backward()
+                (
+                    model(torch.randn(8, 130, generator=generator)) * model.get_parameter("scale")
+                ).square().mean().backward()
                 optimizer.step()
 
         iterate(range(3))

@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("update", "failures", "normed", "progress", "sources", "contents", "matching", "weights", "saving", "held"),
         *("loading", "arrivals", "beside", "backward", "checkpointed", "tiered", "optimizer"),
     ),
-    "front": ("", "output", "demo", "doctor", "cli", "__main__"),
+    "front": ("", "output", "demo", "doctor", "checkpoint_view", "checkpoint_commands", "cli", "__main__"),
 }
 STRANGERS = [{"decide", "do"}]  # groups that never import each other
 MOST_LINES = 420

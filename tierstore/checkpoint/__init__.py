@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierstore.checkpoint.entries import VALUES, Entry
+    from tierstore.checkpoint.opening import open_checkpoint
     from tierstore.checkpoint.reader import Reader
+    from tierstore.checkpoint.torchfile import TorchFile
     from tierstore.checkpoint.writer import Writer
 
-__all__ = ["VALUES", "Entry", "Reader", "Writer"]
+__all__ = ["VALUES", "Entry", "Reader", "TorchFile", "Writer", "open_checkpoint"]
 
-_MODULES = {"Entry": "entries", "VALUES": "entries", "Reader": "reader", "Writer": "writer"}
+_MODULES = {
+    "Entry": "entries",
+    "VALUES": "entries",
+    "Reader": "reader",
+    "TorchFile": "torchfile",
+    "Writer": "writer",
+    "open_checkpoint": "opening",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -112,7 +112,7 @@ def _encode_bytes(value: Any, keep: Keep, where: str) -> Json:
 
 
 def _encode_tensor(value: Tensor, keep: Keep, where: str) -> Json:
-    if value.device.type != "cpu":
+    if value.device.type not in ("cpu", "meta"):
         value = value.detach().cpu()
     try:
         form, content = take_apart(value)

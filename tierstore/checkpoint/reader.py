@@ -49,13 +49,13 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.realpath(path)
-        self._tree = _open(self.path)
+        self.tree = _open(self.path)
         self._blocks: Blocks | None = None
         self._indexes: OrderedDict[tuple[str, int], npt.NDArray[np.uint64]] = OrderedDict()
         try:
-            document = load(f"{self.path}/{METADATA}", self._tree.read(METADATA, MOST_METADATA_BYTES))
+            document = load(f"{self.path}/{METADATA}", self.tree.read(METADATA, MOST_METADATA_BYTES))
             self.root = parse_root(self.path, document)
-            self._entries, self._arrays = self._survey(_nodes(self.path, self._tree, document))
+            self._entries, self._arrays = self._survey(_nodes(self.path, self.tree, document))
             self._check_counts()
             for name, array in self._arrays.items():
                 self._check_files(name, array)
@@ -115,7 +115,7 @@ class Reader:
         if self._blocks is not None:
             self._blocks.close()
             self._blocks = None
-        self._tree.close()
+        self.tree.close()
 
     def _read(self, name: str, array: ArrayNode, start: int, target: Buffer) -> None:
         geometry, blocks = array.geometry, self._buffers()
@@ -140,7 +140,7 @@ class Reader:
         """Read one block and copy what is wanted of it, on a thread."""
         geometry = array.geometry
         shard, _ = geometry.place_of(number)
-        stored = self._tree.read_into(f"{name}/{array.file_of(shard)}", *place, buffer)
+        stored = self.tree.read_into(f"{name}/{array.file_of(shard)}", *place, buffer)
         begin, end = geometry.range_of(number)
         values = decode(f"{self.path}/{name}/{array.file_of(shard)}, elements {begin:,} to {end:,}", geometry, stored)
         count = len(target) // geometry.itemsize
@@ -158,7 +158,7 @@ class Reader:
         geometry = array.geometry
         shard, place = geometry.place_of(number)
         file = f"{name}/{array.file_of(shard)}"
-        size = self._tree.size(file)
+        size = self.tree.size(file)
         offset, nbytes = 0, size
         if geometry.shard_blocks:
             offset, nbytes = (int(value) for value in self._index(file, array, shard, size)[place])
@@ -181,7 +181,7 @@ class Reader:
         nbytes = geometry.index_bytes
         if size < nbytes:
             raise DamagedCheckpointError(f"{self.path}/{file} has {size:,} bytes, less than its index of {nbytes:,}")
-        stored = self._tree.read_range(file, 0 if geometry.is_index_first else size - nbytes, nbytes)
+        stored = self.tree.read_range(file, 0 if geometry.is_index_first else size - nbytes, nbytes)
         if geometry.has_index_checksum:
             stored, wanted = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
             if checksum(stored) != wanted:
@@ -235,7 +235,7 @@ class Reader:
         for shard in range(geometry.shards):
             file = f"{name}/{array.file_of(shard)}"
             try:
-                size = self._tree.size(file)
+                size = self.tree.size(file)
             except NoCheckpointError as error:
                 raise IncompleteCheckpointError(
                     f"{self.path}/{file} is missing: the checkpoint is not complete"

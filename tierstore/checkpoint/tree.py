@@ -1,5 +1,5 @@
-"""The files of one checkpoint, for reading. Names are relative to its folder, which is held open and locked, so that they
-mean the same when the checkpoint is replaced. No symbolic link inside is followed.
+"""The files of one checkpoint, for reading. Names are relative to its folder, which is held open and locked, so that
+they mean the same when the checkpoint is replaced. No symbolic link inside is followed.
 """
 
 from __future__ import annotations

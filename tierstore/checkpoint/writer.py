@@ -105,8 +105,8 @@ class Writer:
         dtype = self._entries[section, number].fields[field]
         if values.dim() != 1 or values.dtype != dtype or values.device.type != "cpu":
             raise CheckpointValueError(
-                f"{section}/{node_name(number)}/{field} takes 1-D CPU tensors of {dtype}, not a {values.dim()}-D one of "
-                f"{values.dtype} on {values.device}"
+                f"{section}/{node_name(number)}/{field} takes 1-D CPU tensors of {dtype}, not a {values.dim()}-D one "
+                f"of {values.dtype} on {values.device}"
             )
         array.write(start, as_bytes(values).numpy(), self._waiting)
 
