@@ -102,7 +102,7 @@ class WriteBehind:
             self._made -= 1
 
     def complete(self) -> None:
-        """Say that nothing more will come; the checkpoint is committed once all is written, or given up if it failed."""
+        """Say that nothing more comes; the checkpoint is committed once all is written, or given up if that failed."""
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()

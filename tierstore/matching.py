@@ -81,8 +81,8 @@ class Match:
         stored, count = self.header.numbers, len(self.members)
         if len(stored) != count:
             raise StateDictError(
-                f"{self.path} has {len(stored)} parameters, the optimizer {count}, and without names on both sides they "
-                f"must be the same, in the same order"
+                f"{self.path} has {len(stored)} parameters, the optimizer {count}, and without names on both sides "
+                f"they must be the same, in the same order"
             )
         pairs = zip(range(count), stored, strict=True)
         self.numbers = {p: number for p, number in pairs if select is None or names is None or select(names[p])}

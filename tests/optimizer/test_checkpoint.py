@@ -1,12 +1,10 @@
-"""`save_checkpoint` and `load_checkpoint`: what is loaded goes on as if nothing had been, in whatever tiers, to the bit.
+"""`save_checkpoint` and `load_checkpoint`: what is loaded goes on as if nothing had been, in any tiers, to the bit.
 
 Every test that saves reads back from the disk what another optimizer, made anew, loads.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,12 @@ from tests.optimizer.cases import (
     assert_same_parameters,
     same_bits,
     seeded,
-    set_gradients,
     small_policy,
     train,
 )
-from tests.optimizer.settings import assert_same_optimizers, go_on, network
+from tests.optimizer.settings import go_on, network
 from tierstore.checkpoint.reader import Reader
 from tierstore.errors import (
-    CheckpointError,
     CheckpointValueError,
     DamagedCheckpointError,
     FailedStepError,
@@ -174,7 +170,7 @@ class TestResuming:
 
         mine = groups(0)
         optimizer = made(mine, tmp_path)
-        (one, other, unused, frozen) = (p for group in mine for p in group["params"])
+        one, other = mine[0]["params"]
         train(optimizer, [one, other], range(2))
         other.grad = None
         other.requires_grad_(False)  # in the middle
@@ -194,7 +190,7 @@ class TestResuming:
     def test_a_checkpoint_without_any_state_takes_it_all_away(self, tmp_path: Path) -> None:
         fresh = seeded(*SHAPES)
         made(fresh, tmp_path, betas=(0.5, 0.75)).save_checkpoint(tmp_path / "saved")
-        parameters, optimizer = straight(tmp_path, 2)
+        _, optimizer = straight(tmp_path, 2)
         optimizer.load_checkpoint(tmp_path / "saved")
         assert optimizer.state_dict()["state"] == {} and optimizer.param_groups[0]["betas"] == (0.5, 0.75)
         another = made(seeded(*SHAPES), tmp_path)
@@ -324,6 +320,35 @@ class TestFinding:
             another.load_checkpoint(tmp_path / "saved")
 
 
+class TestTorchFiles:
+    @pytest.mark.parametrize("is_named", [True, False])
+    def test_what_torch_saved_of_its_own_optimizer_loads_parameters_without_state_among_it(
+        self, is_named: bool, tmp_path: Path
+    ) -> None:
+        model, twin = network(), network(seed=1)
+        parameters = list(model.named_parameters() if is_named else model.parameters())
+        reference = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}], fused=True)
+        model.get_parameter("0.bias").requires_grad_(False)
+        go_on(model, reference, range(2))
+        torch.save(reference.state_dict(), tmp_path / "torch.pt")
+        others = list(twin.named_parameters() if is_named else twin.parameters())
+        turned = others[::-1] if is_named else others
+        groups = (
+            [{"params": turned[:3]}, {"params": turned[3:]}]
+            if is_named
+            else [
+                {"params": turned[:2]},
+                {"params": turned[2:]},
+            ]
+        )
+        optimizer = made(groups, tmp_path)
+        optimizer.load_checkpoint(tmp_path / "torch.pt")
+        assert sorted(group["lr"] for group in optimizer.param_groups) == [0.001, 0.5]
+        for (_, mine), (name, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert set(optimizer.state[theirs]) == set(reference.state[mine]), name
+            assert all(same_bits(optimizer.state[theirs][f], value) for f, value in reference.state[mine].items()), name
+
+
 class TestModels:
     def test_tied_weights_buffers_and_extra_state_come_back_in_place(self, tmp_path: Path) -> None:
         class Model(nn.Module):
@@ -385,7 +410,7 @@ class TestFaults:
         file.write_bytes(content)
 
     def test_a_load_that_breaks_off_refuses_steps_until_one_succeeds(self, tmp_path: Path) -> None:
-        parameters, optimizer = straight(tmp_path, 2)
+        _, optimizer = straight(tmp_path, 2)
         optimizer.save_checkpoint(tmp_path / "good")
         optimizer.save_checkpoint(tmp_path / "bad")
         self.damage(tmp_path / "bad", 5, "exp_avg_sq")
@@ -394,7 +419,7 @@ class TestFaults:
         train(another, others, range(1))
         with pytest.raises(DamagedCheckpointError):
             another.load_checkpoint(tmp_path / "bad")
-        with pytest.raises(FailedStepError, match="loading .* broke off"):
+        with pytest.raises(FailedStepError, match=r"loading .* broke off"):
             another.step()
         with pytest.raises(FailedStepError, match="not saved over a checkpoint"):
             another.save_checkpoint(tmp_path / "good")

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from tests.fakes import FaultyEngine, HeldWriters
 from tests.optimizer.beside import assert_same_values, cloned
-from tests.optimizer.cases import assert_same_parameters, same_bits, seeded, set_gradients, small_policy, train
-from tests.optimizer.settings import network
+from tests.optimizer.cases import assert_same_parameters, seeded, set_gradients, small_policy, train
+from tests.optimizer.settings import go_on, network
 from tests.optimizer.test_checkpoint import MODES, SHAPES, TIERS, Weighted, made
 from tierstore.build import Parts
 from tierstore.errors import BusyStoreError, CheckpointFileError, NoCheckpointError, TransferError
@@ -134,47 +135,24 @@ class TestCapture:
         assert_same_values(loaded(tmp_path / "saved", tmp_path)[1], wanted)
 
     def test_updates_beside_backward_are_captured_too(self, tmp_path: Path) -> None:
-        model = network()
-        swap = tmp_path / "swap"
-        swap.mkdir()
-        policy = {**small_policy(swap, ["cpu", "nvme"]), "update": "backward"}
-        optimizer = TieredAdamW(model.named_parameters(), lr=1e-2, policy=policy)
+        def trained(steps: range, **more: Any) -> tuple[nn.Module, TieredAdamW]:
+            model = network()
+            policy = small_policy(tmp_path, ["cpu", "nvme"], **more)
+            optimizer = TieredAdamW(model.named_parameters(), lr=1e-2, policy=policy)
+            go_on(model, optimizer, steps)
+            return model, optimizer
 
-        def iterate(steps: range) -> None:
-            for step in steps:
-                optimizer.zero_grad()
-                generator = torch.Generator().manual_seed(step)
-                (
-                    model(torch.randn(8, 130, generator=generator)) * model.get_parameter("scale")
-                ).square().mean().backward()
-                optimizer.step()
-
-        iterate(range(3))
-        wanted, values = cloned(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
-        iterate(range(3, 4))  # watched, as state was looked at
-        expected = [p.detach().clone() for p in model.parameters()]
-        after = cloned(optimizer.state_dict())
-        iterate(range(4, 5))
-        before = optimizer.store.stats().to_dict()
+        model, optimizer = trained(range(5), update="backward")
         save = optimizer.save_checkpoint(tmp_path / "saved", model, wait=False)
-        saved_weights = [p.detach().clone() for p in model.parameters()]
-        iterate(range(5, 8))
+        go_on(model, optimizer, range(5, 8))
         save.wait()
         twin = network(seed=3)
         another = made(twin.named_parameters(), tmp_path, "cpu")
         another.load_checkpoint(tmp_path / "saved", twin)
-        assert_same_parameters(list(twin.parameters()), saved_weights)
-        assert all(state["step"] == 5 for state in another.state_dict()["state"].values())
-        policy = {**small_policy(swap, ["cpu", "nvme"])}
-        straight_model = network()
-        straight = TieredAdamW(straight_model.named_parameters(), lr=1e-2, policy=policy)
-        for step in range(5):
-            straight.zero_grad()
-            generator = torch.Generator().manual_seed(step)
-            inputs = torch.randn(8, 130, generator=generator)
-            (straight_model(inputs) * straight_model.get_parameter("scale")).square().mean().backward()
-            straight.step()
-        assert_same_values(another.state_dict(), straight.state_dict())
+        for steps, one, its_model in ((range(5), another, twin), (range(8), optimizer, model)):
+            wanted_model, wanted = trained(steps)
+            assert_same_parameters(list(its_model.parameters()), list(wanted_model.parameters()))
+            assert_same_values(one.state_dict(), wanted.state_dict())
 
 
 class TestBusy:
