@@ -176,7 +176,7 @@ class Binding:
             for position, names in wanted.items()
             if MASTER in names and self._has_split_master(position)
         }
-        for chunk in self._chunks_of(wanted):
+        for chunk in self.chunks_of(wanted):
             record = self._read(chunk)
             for span in chunk.spans:
                 for name in wanted.get(span.parameter, ()):
@@ -215,7 +215,7 @@ class Binding:
 
     def rewrite(self, positions: Iterable[int], into: Callable[[Chunk, Tensor], None]) -> None:
         """Give each chunk that holds any of the parameters to `into`, with its record, to be changed as in a step."""
-        chunks = {chunk.number: chunk for chunk in self._chunks_of(positions)}
+        chunks = {chunk.number: chunk for chunk in self.chunks_of(positions)}
 
         def use(number: int, record: Tensor, is_fresh: bool) -> None:
             chunk = chunks[number]
@@ -272,7 +272,7 @@ class Binding:
     def _dtype(self, position: int, name: str) -> torch.dtype:
         return next(field.dtype for field in self.fields_of(position) if field.name == name)
 
-    def _chunks_of(self, positions: Iterable[int]) -> list[Chunk]:
+    def chunks_of(self, positions: Iterable[int]) -> list[Chunk]:
         """The chunks that hold any of the parameters, each once, in order."""
         chunks = {chunk.number: chunk for position in positions for chunk, _ in self.layout.spans_of[position]}
         return [chunks[number] for number in sorted(chunks)]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tierstore.ahead import ReadAhead
 from tierstore.binding import Binding
 from tierstore.capture import SECTION
 from tierstore.contents import Groups, Header, form_of, names_of
@@ -28,7 +30,6 @@ from tierstore.progress import Bar
 from tierstore.records import MASTER, high_half, is_split, write_field, write_part
 from tierstore.rules import Rule, step_count
 from tierstore.scratch import Scratch
-from tierstore.signals import break_point
 from tierstore.sources import Source
 from tierstore.state_dicts import check_and_wrap
 from tierstore.weights import Restoration
@@ -154,11 +155,17 @@ class Filling:
         self._strides = {position: form_of(binding.members[position])[1] for position in self._entries}
         self._scratch = Scratch()
         self._tell = tell
+        self._bytes = {
+            position: sum(d.itemsize for d in entry.fields.values()) for position, entry in self._entries.items()
+        }
 
     def run(self) -> None:
         """Write all of it, then the step counts; parameters of which no state is stored have none then."""
         binding = self._binding
-        binding.rewrite(self._entries, self._fill)
+        chunks = binding.chunks_of(self._entries)
+        fills = (partial(self._fill, chunk) for chunk in chunks)
+        with ReadAhead(fills, max((chunk.record_bytes for chunk in chunks), default=0)) as ahead:
+            binding.rewrite(self._entries, partial(self._put, ahead))
         for position in self._numbers:
             binding.unbegun.discard(position)
             binding.steps.pop(position, None)
@@ -167,8 +174,22 @@ class Filling:
             if not binding.rule.needed and not any(name in entry.fields for name in binding.rule.moments):
                 binding.unbegun.add(position)
 
+    def _put(self, ahead: ReadAhead, chunk: Chunk, record: Tensor) -> None:
+        """Copy what was read for a chunk into its record; leave what is not loaded as it is."""
+        read = ahead.wait_for_next()
+        if all(span.parameter in self._entries for span in chunk.spans):
+            record[: chunk.record_bytes].copy_(read[: chunk.record_bytes])
+        else:
+            for span in chunk.spans:
+                if span.parameter in self._entries:
+                    for field in chunk.cls.fields:
+                        chunk.part(record, field.name, span).copy_(chunk.part(read, field.name, span))
+        self._tell(
+            sum(span.length * self._bytes[span.parameter] for span in chunk.spans if span.parameter in self._bytes)
+        )
+
     def _fill(self, chunk: Chunk, record: Tensor) -> None:
-        break_point()
+        """Fill a buffer as a record; on the thread that reads ahead."""
         for span in chunk.spans:
             if span.parameter in self._entries:
                 for field in self._binding.fields_of(span.parameter):
@@ -189,9 +210,8 @@ class Filling:
         dtype = entry.fields[name]
         width = 2 if dtype.is_complex else 1
         where = SECTION, self._numbers[span.parameter], name, self._strides[span.parameter]
-        self._tell(span.length // width * dtype.itemsize)
         place = None if name == MASTER and is_split(chunk.cls) else chunk.part(record, name, span)
-        if place is not None and place.device.type == "cpu" and place.dtype == dtype:
+        if place is not None and place.dtype == dtype:
             self._source.read(*where, span.start, place)
             return
         for start in range(0, span.length, PART_ELEMENTS):
