@@ -120,11 +120,17 @@ class Reader:
     def _read(self, name: str, array: ArrayNode, start: int, target: Buffer) -> None:
         geometry, blocks = array.geometry, self._buffers()
         blocks.forget_error()
-        for number in geometry.blocks_of(start, len(target) // geometry.itemsize):
-            place = self._place(name, array, number)
-            work = partial(self._read_block, name, array, number, place, start, target)
-            blocks.submit(work, blocks.wait_for_buffer())
-        blocks.wait()
+        numbers = geometry.blocks_of(start, len(target) // geometry.itemsize)
+        try:
+            for number in numbers:
+                place = self._place(name, array, number)
+                work = partial(self._read_block, name, array, number, place, start, target)
+                if len(numbers) == 1:
+                    blocks.work_here(work)  # handing it to a thread takes longer than the rest of it
+                else:
+                    blocks.submit(work, blocks.wait_for_buffer())
+        finally:
+            blocks.wait()  # whatever happens, nothing is written into the caller's memory afterwards
         blocks.check()
 
     def _read_block(
