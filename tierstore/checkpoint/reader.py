@@ -24,7 +24,7 @@ from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files
-from tierstore.checkpoint.geometry import CHECKSUM_BYTES
+from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES
 from tierstore.checkpoint.replacement import recover, unfinished_beside
 from tierstore.checkpoint.root import MOST_METADATA_BYTES, parse_root
 from tierstore.checkpoint.tree import Tree
@@ -168,11 +168,7 @@ class Reader:
         offset, nbytes = 0, size
         if geometry.shard_blocks:
             offset, nbytes = (int(value) for value in self._index(file, array, shard, size)[place])
-        most = (
-            geometry.block_bytes
-            + CHECKSUM_BYTES
-            + (geometry.block_bytes // 128 + 1024 if geometry.compression == "zstd" else 0)
-        )
+        most = geometry.block_bytes + (CHECKSUM_BYTES if geometry.compression == "none" else PAGE_BYTES)
         if offset == _MISSING or offset + nbytes > size or nbytes > most:
             raise DamagedCheckpointError(
                 f"{self.path}/{file} has chunk {place} of {name} at {offset}, {nbytes} bytes, in a file of {size:,}"
