@@ -109,7 +109,7 @@ def test_arrays_of_many_blocks_and_shards_come_back(
     order=st.randoms(use_true_random=False),
     compression=st.sampled_from(COMPRESSIONS),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_parts_in_any_order_make_the_same_array(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], order: object, compression: Compression
 ) -> None:
@@ -306,7 +306,7 @@ def test_blocks_are_cut_where_spans_are_and_waste_little() -> None:
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path) -> None:
-    for tensors in ([torch.randn(1_000_000)], [torch.randn(3)] * 200):
+    for tensors in ([torch.randn(1_000_000)], [torch.randn(3)] * 70):
         files = RecordingFiles()
         for _ in range(2):
             save(tmp_path / "c", *tensors, files=files)

@@ -75,18 +75,25 @@ def test_diff_tells_hyper_parameters_shapes_steps_and_values_apart(
                 values[1, 2] += change if key == "w" else 0.0
                 ordered = values if name == "a" else values.t()
                 writer.write("params", number, "m", 0, ordered.flatten())
+            writer.keep({"rng": torch.arange(100) + int(change), "epoch": step})
             writer.commit()
         return tmp_path / name
 
     one = saved("a", 0.1, 0.0, 3.0, ["w", "v"])
     assert run(capsys, "diff", one, saved("b", 0.1, 0.0, 3.0, ["v", "w"]))[:2] == (0, "no difference\n")
-    status, out, _ = run(capsys, "diff", one, saved("b", 0.2, 0.5, 4.0, ["v", "w", "x"]))
+    status, out, _ = run(capsys, "diff", one, saved("b", 0.2, 1.5, 4.0, ["v", "w", "x"]))
     assert status == 1
-    for words in ("header.lr: 0.1 and 0.2", "params/w: step 3.0 and 4.0", f"params/x: only in {tmp_path}/b"):
+    for words in (
+        "header.lr: 0.1 and 0.2",
+        "params/w: step 3.0 and 4.0",
+        "extra.epoch: 3.0 and 4.0",
+        f"params/x: only in {tmp_path}/b",
+    ):
         assert words in out
-    assert "params/w/m: 1 of 6 elements differ, by at most 0.5" in out and "params/v/m" not in out
+    assert "extra.rng.$tensor" in out
+    assert "params/w/m: 1 of 6 elements differ, by at most 1.5" in out and "params/v/m" not in out
     found = json.loads(run(capsys, "diff", one, tmp_path / "b", "--json")[1])
-    assert {"place": "params/w/m", "max_abs": 0.5, "elements": 1} in [
+    assert {"place": "params/w/m", "max_abs": 1.5, "elements": 1} in [
         {key: value for key, value in difference.items() if key != "text"} for difference in found["differences"]
     ]
     assert run(capsys, "diff", one, tmp_path / "none")[0] == 2

@@ -63,6 +63,14 @@ class Blocks:
             self._count += 1
         self._executor.submit(self._run, work, buffer)
 
+    def work_here(self, work: Callable[[Buffer], None]) -> None:
+        """Do `work` with a buffer on this thread. Raises what it raises."""
+        buffer = self.wait_for_buffer()
+        try:
+            work(buffer)
+        finally:
+            self.give_back(buffer)
+
     def wait(self) -> None:
         """Wait until all work is done."""
         with self._under_way:

@@ -21,7 +21,7 @@ from tierstore.checkpoint.files import Files, told
 from tierstore.checkpoint.geometry import Compression
 from tierstore.checkpoint.kinds import dtype_name
 from tierstore.checkpoint.writer import Writer
-from tierstore.errors import CheckpointValueError, DamagedCheckpointError
+from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError, SwapError
 from tierstore.results import Results
 
 ND_FORMAT = "tierstore arrays"
@@ -150,7 +150,13 @@ def _model(source: Source, results: Results, tell: Tell) -> dict[str, Any]:
 
 def _taken(source: Source, section: str, number: int, field: str, results: Results, tell: Tell) -> Tensor:
     entry = source.entries(section)[number]
-    values = shaped(source, section, number, field, results.allocate(entry.numel, entry.fields[field]))
+    try:
+        memory = results.allocate(entry.numel, entry.fields[field])
+    except SwapError as error:
+        raise CheckpointFileError(
+            error.errno, "torch.save takes all tensors at once, and there is no room for a mapped copy", error.filename
+        ) from error
+    values = shaped(source, section, number, field, memory)
     tell(values.nbytes)
     return values
 

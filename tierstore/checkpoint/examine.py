@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from tierstore.checkpoint.documents import METADATA, load
 from tierstore.checkpoint.entries import SECTIONS, Entry, node_name
+from tierstore.checkpoint.extra import encode
 from tierstore.checkpoint.opening import open_checkpoint
 from tierstore.checkpoint.reader import Reader
 from tierstore.checkpoint.root import MOST_METADATA_BYTES
 from tierstore.checkpoint.torchfile import TorchFile
 from tierstore.errors import CheckpointError
+from tierstore.forms import take_apart
 
 PART_ELEMENTS = 2 << 20
 """Read at once."""
@@ -89,7 +92,8 @@ def problems(path: str | os.PathLike[str], tell: Tell) -> Iterator[str]:
 def differences(one: Source, other: Source, tell: Tell) -> Iterator[Difference]:
     """Say in what two checkpoints differ: entries by name where all have one of their own, else by number."""
     yield from _in_json("header", one.header, other.header)
-    for section in SECTIONS:
+    yield from _in_json("extra", *(encode(source.extra(), _digest) for source in (one, other)))
+    for section in ("params", "model"):
         left, right = _keyed(one.entries(section), other.entries(section))
         for key in left.keys() - right.keys():
             yield Difference(f"{section}/{key}", f"only in {one.path}")
@@ -148,6 +152,14 @@ def _strange_documents(source: Reader) -> Iterator[str]:
             continue
         if found != wanted:
             yield f"{source.path}/{name}/{METADATA} is not what the topmost {METADATA} says of it"
+
+
+def _digest(where: str, tensor: Tensor) -> int:
+    """A number that stands for a tensor's form and values."""
+    form, content = take_apart(tensor)
+    digest = hashlib.sha256(repr((form.shape, form.stride, form.dtype)).encode())
+    digest.update(content.numpy())
+    return int.from_bytes(digest.digest()[:6])
 
 
 def _keyed(*sides: Mapping[int, Entry]) -> list[dict[str, int]]:

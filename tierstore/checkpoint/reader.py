@@ -24,7 +24,7 @@ from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files
-from tierstore.checkpoint.geometry import CHECKSUM_BYTES
+from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES
 from tierstore.checkpoint.replacement import recover, unfinished_beside
 from tierstore.checkpoint.root import MOST_METADATA_BYTES, parse_root
 from tierstore.checkpoint.tree import Tree
@@ -120,11 +120,17 @@ class Reader:
     def _read(self, name: str, array: ArrayNode, start: int, target: Buffer) -> None:
         geometry, blocks = array.geometry, self._buffers()
         blocks.forget_error()
-        for number in geometry.blocks_of(start, len(target) // geometry.itemsize):
-            place = self._place(name, array, number)
-            work = partial(self._read_block, name, array, number, place, start, target)
-            blocks.submit(work, blocks.wait_for_buffer())
-        blocks.wait()
+        numbers = geometry.blocks_of(start, len(target) // geometry.itemsize)
+        try:
+            for number in numbers:
+                place = self._place(name, array, number)
+                work = partial(self._read_block, name, array, number, place, start, target)
+                if len(numbers) == 1:
+                    blocks.work_here(work)  # handing it to a thread takes longer than the rest of it
+                else:
+                    blocks.submit(work, blocks.wait_for_buffer())
+        finally:
+            blocks.wait()  # whatever happens, nothing is written into the caller's memory afterwards
         blocks.check()
 
     def _read_block(
@@ -162,11 +168,7 @@ class Reader:
         offset, nbytes = 0, size
         if geometry.shard_blocks:
             offset, nbytes = (int(value) for value in self._index(file, array, shard, size)[place])
-        most = (
-            geometry.block_bytes
-            + CHECKSUM_BYTES
-            + (geometry.block_bytes // 128 + 1024 if geometry.compression == "zstd" else 0)
-        )
+        most = geometry.block_bytes + (CHECKSUM_BYTES if geometry.compression == "none" else PAGE_BYTES)
         if offset == _MISSING or offset + nbytes > size or nbytes > most:
             raise DamagedCheckpointError(
                 f"{self.path}/{file} has chunk {place} of {name} at {offset}, {nbytes} bytes, in a file of {size:,}"

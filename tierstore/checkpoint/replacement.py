@@ -122,6 +122,18 @@ def replace(site: Site, files: Files) -> None:
         files.sync(parent)
         return
     old = hold(site.target, alone=True)  # no new reader; None: one is at it, the next save will remove it
+    try:
+        left = _change_names(site, files)
+        if old is not None:
+            files.remove_tree(left)
+    finally:
+        if old is not None:
+            old.release()
+
+
+def _change_names(site: Site, files: Files) -> str:
+    """Let what was built take the name of what stands there; return what that is called now."""
+    parent = os.path.dirname(site.target)
     left = site.path
     if not files.exchange(site.path, site.target):
         left = site.path + _ASIDE
@@ -129,11 +141,7 @@ def replace(site: Site, files: Files) -> None:
         files.sync(parent)
         files.rename(site.path, site.target)
     files.sync(parent)
-    if old is not None:
-        try:
-            files.remove_tree(left)
-        finally:
-            old.release()
+    return left
 
 
 def recover(target: str, files: Files, *, wait: bool) -> None:

@@ -29,6 +29,7 @@ from tierstore.checkpoint.replacement import begin, prune, replace
 from tierstore.checkpoint.root import root_now
 from tierstore.errors import CheckpointError, CheckpointValueError
 from tierstore.forms import take_apart
+from tierstore.signals import deferred
 
 MOST_SINGLE_SYNCS = 256
 """Files and folders that are synced one by one; of more, the filesystem is as a whole."""
@@ -141,8 +142,9 @@ class Writer:
         root = group_document(root_now(counts, self._header, self._extra).to_attributes())
         self._files.create(f"{self._site.path}/{METADATA}", dump("the metadata", consolidated(root, self._nodes)))
         self._sync()
-        replace(self._site, self._files)
-        self._is_open = False
+        with deferred():
+            replace(self._site, self._files)
+            self._is_open = False
         self._release()
         if keep_last is not None:
             prune(self._site.target, keep_last, self._files)
