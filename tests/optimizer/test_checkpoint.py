@@ -24,6 +24,7 @@ from tests.optimizer.cases import (
     train,
 )
 from tests.optimizer.settings import go_on, network
+from tierstore import checkpoint
 from tierstore.checkpoint.reader import Reader
 from tierstore.errors import (
     CheckpointValueError,
@@ -113,11 +114,11 @@ class TestResuming:
     def test_every_rule_goes_on_as_it_would_have(self, rule: str, tmp_path: Path) -> None:
         make, options = RULES[rule]
         parameters, optimizer = straight(tmp_path, 3, torch.bfloat16, make=make, **options)
-        optimizer.save_checkpoint(tmp_path / "saved", Weighted(parameters))
+        checkpoint.save(tmp_path / "saved", optimizer, Weighted(parameters))
         train(optimizer, parameters, range(3, 5))
         others = seeded(*SHAPES, dtype=torch.bfloat16, seed=9)
         another = made(others, tmp_path, "cpu", make=make)
-        another.load_checkpoint(tmp_path / "saved", Weighted(others))
+        checkpoint.load(tmp_path / "saved", another, Weighted(others))
         train(another, others, range(3, 5))
         assert_same_parameters(others, parameters)
         assert_same_saved(another.state_dict(), optimizer.state_dict())

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: a format of Zarr v3 that other tools read, its writer and reader. Knows nothing of optimizers.
+"""Checkpoints on disk: a format of Zarr v3 that other tools read, its writer and reader. Knows no optimizer:
+`save` and `load` ask the one they are given.
 
 docs/CHECKPOINTS.md describes the format.
 """
@@ -8,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tierstore.checkpoint.calls import load, save
     from tierstore.checkpoint.entries import VALUES, Entry
     from tierstore.checkpoint.opening import open_checkpoint
     from tierstore.checkpoint.reader import Reader
     from tierstore.checkpoint.torchfile import TorchFile
     from tierstore.checkpoint.writer import Writer
 
-__all__ = ["VALUES", "Entry", "Reader", "TorchFile", "Writer", "open_checkpoint"]
+__all__ = ["VALUES", "Entry", "Reader", "TorchFile", "Writer", "load", "open_checkpoint", "save"]
 
 _MODULES = {
     "Entry": "entries",
@@ -22,7 +24,9 @@ _MODULES = {
     "Reader": "reader",
     "TorchFile": "torchfile",
     "Writer": "writer",
+    "load": "calls",
     "open_checkpoint": "opening",
+    "save": "calls",
 }
 
 
