@@ -245,7 +245,7 @@ def measure(parameters: int, folders: Sequence[Path], rounds: int, volume: int) 
 
 def main(
     folder: Folders = None,
-    parameters: Annotated[float, typer.Option(metavar="N", help="In millions.")] = 32.0,
+    parameters: Annotated[float, typer.Option(metavar="N", help="In millions.")] = 64.0,
     rounds: Rounds = 3,
     quick: Quick = False,
     json: Json = None,

@@ -20,6 +20,7 @@ from tierstore.ahead import ReadAhead
 from tierstore.binding import Binding
 from tierstore.capture import SECTION
 from tierstore.contents import Groups, Header, form_of, names_of
+from tierstore.cores import leaving_one_free
 from tierstore.errors import FailedStepError, StateDictError
 from tierstore.handed import Handed
 from tierstore.held import Held
@@ -127,7 +128,7 @@ class Load:
     def _write(self, binding: Binding | None, handed: Handed | None) -> None:
         entries = self.match.entries
         nbytes = sum(entry.nbytes for entry in entries.values()) + (self.weights.nbytes if self.weights else 0)
-        with Bar(f"loading {Path(self.path).name}", nbytes) as bar:
+        with Bar(f"loading {Path(self.path).name}", nbytes) as bar, leaving_one_free():
             if self.weights is not None:
                 self.weights.load(bar.add)
             if binding is not None and handed is not None:

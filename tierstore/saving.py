@@ -24,6 +24,7 @@ from tierstore.capture import SECTION, Capture, Wanted
 from tierstore.checkpoint.entries import Entry
 from tierstore.checkpoint.writer import Writer
 from tierstore.contents import Groups, encode_others, entry_of, names_of, write_header
+from tierstore.cores import leaving_one_free
 from tierstore.errors import CheckpointValueError
 from tierstore.members import Member, survey
 from tierstore.progress import Bar
@@ -83,7 +84,7 @@ class Save:
 
     def finish(self) -> None:
         """As `wait`, for who is alone already; raises nothing."""
-        with Bar(f"saving {self.path.name}", self._total_bytes) as bar:
+        with Bar(f"saving {self.path.name}", self._total_bytes) as bar, leaving_one_free():
             self._behind.tell = bar.tell
             self.finish_capture()
             self._behind.wait_until_over()
@@ -153,7 +154,8 @@ def begin(
     save = Save(path, behind, capture, nbytes, alone)
     try:
         if weights is not None:
-            weights.put(behind, buffer_bytes)
+            with leaving_one_free():
+                weights.put(behind, buffer_bytes)
     except BaseException as error:
         behind.fail(error)
         behind.wait_until_over()
