@@ -314,3 +314,19 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path) -> No
         assert len(files.at_renames) == 2
         assert in_checkpoints == []
         assert str(tmp_path) not in files.unsynced
+
+
+def test_more_half_known_blocks_than_memory_is_granted_for_wait_in_a_file(tmp_path: Path) -> None:
+    """The first half of each of 48 blocks, 48 MiB of them, then the second halves, backwards."""
+    values = torch.arange(48 << 20, dtype=torch.int64).to(torch.uint8)
+    half = BLOCK_BYTES // 2
+    with Writer(tmp_path / "c", header={}) as writer:
+        writer.add("params", 0, flat_entry(values))
+        for start in range(0, len(values), BLOCK_BYTES):
+            writer.write("params", 0, "exp_avg", start, values[start : start + half])
+        assert f"{tmp_path}/" in Path("/proc/self/maps").read_text()  # where they wait
+        for start in range(len(values) - half, 0, -BLOCK_BYTES):
+            writer.write("params", 0, "exp_avg", start, values[start : start + half])
+        writer.commit()
+    with Reader(tmp_path / "c") as reader:
+        assert load(reader).equal(values)

@@ -239,11 +239,11 @@ def test_blocks_at_wrong_places_are_refused(victim: Path, offset: int, nbytes: i
 
 @pytest.mark.parametrize("kind", ["bomb", "unknown size", "no frame", "truncated frame", "two frames"])
 def test_a_decompression_bomb_is_refused_before_it_is_decompressed(tmp_path: Path, kind: str) -> None:
-    """A chunk of 400 bytes that would become a gigabyte, or that does not say what it becomes."""
+    """A chunk of 400 bytes whose frame would become 64 MiB, does not say what it becomes, or is cut, is refused."""
     save(tmp_path / "c", torch.zeros(100), compression="zstd")
     good = zstd.compress(bytes(400), 1)
     frames = {
-        "bomb": lambda: zstd.compress(bytes(256 * MIB), 1),
+        "bomb": lambda: zstd.compress(bytes(64 * MIB), 1),
         "unknown size": lambda: good[:4] + b"\x00\x58" + good[6:],
         "no frame": lambda: b"\x50\x2a\x4d\x18" + bytes(40),
         "truncated frame": lambda: good[:-3],
@@ -254,7 +254,8 @@ def test_a_decompression_bomb_is_refused_before_it_is_decompressed(tmp_path: Pat
     with Reader(tmp_path / "c") as reader:
         tracemalloc.start()
         try:
-            with pytest.raises(DamagedCheckpointError, match=r"c\.0"):
+            words = "cannot be decompressed" if kind in ("truncated frame", "two frames") else "is a zstd frame of"
+            with pytest.raises(DamagedCheckpointError, match=rf"c\.0.* {words}"):
                 load(reader)
             assert tracemalloc.get_traced_memory()[1] < 4 * MIB
         finally:

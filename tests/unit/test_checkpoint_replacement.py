@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -169,3 +170,21 @@ def test_descriptors_and_threads_stay_constant_over_many_checkpoints(tmp_path: P
             load(reader)
         counts.append(held())
     assert counts[-1] == counts[10]
+
+
+def test_without_locks_of_folders_nothing_of_anybodys_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a filesystem without flock nobody can tell a dead writer's folder from a live one's, so it stays."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with Writer(tmp_path / "c", header={}):
+        save(tmp_path / "c", OLD)
+        save(tmp_path / "c", NEW)
+        assert len(os.listdir(tmp_path)) == 2
+    with Reader(tmp_path / "c") as reader:
+        assert load(reader).equal(NEW)
+    assert os.listdir(tmp_path) == ["c"]
