@@ -20,6 +20,7 @@ from torch import Tensor
 from tierstore.cores import on_one_core
 from tierstore.guard import WORKER_PREFIX
 from tierstore.mapping import map_host_memory
+from tierstore.signals import break_point
 
 BUFFERS = 3
 """One is filled, one is written, and one waits between."""
@@ -121,6 +122,7 @@ class WriteBehind:
                 if not self._is_over:
                     self._changed.wait()  # notified of every buffer that was written
             self.tell(self.written_bytes)
+            break_point()
         self._thread.join()
 
     def _main(self) -> None:

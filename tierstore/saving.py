@@ -25,7 +25,7 @@ from tierstore.checkpoint.entries import Entry
 from tierstore.checkpoint.writer import Writer
 from tierstore.contents import Groups, encode_others, entry_of, names_of, write_header
 from tierstore.cores import leaving_one_free
-from tierstore.errors import CheckpointValueError
+from tierstore.errors import CheckpointValueError, ForkedStoreError
 from tierstore.members import Member, survey
 from tierstore.progress import Bar
 from tierstore.rules import Rule
@@ -65,6 +65,7 @@ class Save:
         self._total_bytes = total_bytes
         self._alone = alone
         self._is_told = False
+        self._pid = os.getpid()
 
     @property
     def is_over(self) -> bool:
@@ -76,6 +77,8 @@ class Save:
 
         Raises what went wrong; what stood at the path before is there then.
         """
+        if self._pid != os.getpid():
+            raise ForkedStoreError(f"process {self._pid} writes {self.path}, and this is a fork of it: it waits for it")
         with self._alone():
             self.finish()
         self._is_told = True
@@ -83,7 +86,9 @@ class Save:
             raise self._behind.error
 
     def finish(self) -> None:
-        """As `wait`, for who is alone already; raises nothing."""
+        """As `wait`, for who is alone already; raises nothing. In a fork, where nothing is written, it does nothing."""
+        if self._pid != os.getpid():
+            return
         with Bar(f"saving {self.path.name}", self._total_bytes) as bar, leaving_one_free():
             self._behind.tell = bar.tell
             self.finish_capture()

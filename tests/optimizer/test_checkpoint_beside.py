@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from tests.fakes import FaultyEngine, HeldWriters
+from tests.fakes import FaultyEngine, HeldWriters, honest_parts
 from tests.optimizer.beside import assert_same_values, cloned
 from tests.optimizer.cases import assert_same_parameters, seeded, set_gradients, small_policy, train
 from tests.optimizer.settings import go_on, network
 from tests.optimizer.test_checkpoint import MODES, SHAPES, TIERS, Weighted, made
 from tierstore.build import Parts
-from tierstore.errors import BusyStoreError, CheckpointFileError, NoCheckpointError, TransferError
+from tierstore.errors import BusyStoreError, CheckpointFileError, ForkedStoreError, NoCheckpointError, TransferError
 from tierstore.io.base import Kind
 from tierstore.optimizer import TieredAdamW
 
@@ -77,6 +78,25 @@ class TestCapture:
         train(straight, twins, range(3, 6))
         assert_same_parameters(parameters, twins)  # the save has changed nothing of the training
         optimizer.store.check()
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_captures_and_loads_follow_what_an_accelerator_has_yet_to_do(self, seed: int, tmp_path: Path) -> None:
+        """Everything that is launched runs late, in an order drawn by the seed; memory is garbage before and after."""
+
+        class Honest(Held):
+            parts = honest_parts(seed)
+
+        parameters = seeded((3000,), (40, 50), dtype=torch.bfloat16)
+        optimizer = made(parameters, tmp_path, "gpu cpu nvme", make=Honest, state={"master": "split"})
+        train(optimizer, parameters, range(2))
+        wanted = cloned(optimizer.state_dict())
+        save = optimizer.save_checkpoint(tmp_path / "saved", Weighted(parameters), wait=False)
+        train(optimizer, parameters, range(2, 3))
+        save.wait()
+        optimizer.load_checkpoint(tmp_path / "saved", Weighted(parameters))
+        assert_same_values(optimizer.state_dict(), wanted)
+        optimizer.store.check()
+        optimizer.close()
 
     def test_the_models_weights_are_those_of_the_call(self, tmp_path: Path) -> None:
         parameters = seeded(*SHAPES, dtype=torch.bfloat16)
@@ -192,6 +212,28 @@ class TestBusy:
             optimizer.save_checkpoint(Path({str(tmp_path)!r}) / "saved", wait=False)
         """
         subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+        assert loaded_steps(tmp_path / "saved", tmp_path) == 3
+
+    def test_a_fork_leaves_what_is_under_way_to_its_parent(self, tmp_path: Path) -> None:
+        parameters = seeded(*SHAPES)
+        optimizer = made(parameters, tmp_path, make=Held)
+        train(optimizer, parameters, range(3))
+        WRITERS.hold()
+        save = optimizer.save_checkpoint(tmp_path / "saved", wait=False)
+        child = os.fork()
+        if child == 0:  # pragma: no cover - another process
+            status = 1
+            try:
+                optimizer.close()
+                with pytest.raises(ForkedStoreError):
+                    save.wait()
+                status = 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        WRITERS.release()
+        assert status == 0
+        save.wait()
         assert loaded_steps(tmp_path / "saved", tmp_path) == 3
 
 
