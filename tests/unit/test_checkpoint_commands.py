@@ -63,6 +63,15 @@ def test_verify_names_all_that_is_damaged(tmp_path: Path, capsys: pytest.Capture
     assert status == 2 and error.startswith("error: ") and len(error.splitlines()) == 1
 
 
+def test_verify_finds_what_torch_does_not_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.full((1000,), 7.0)}, tmp_path / "t.pt")
+    assert run(capsys, "verify", tmp_path / "t.pt")[0] == 0
+    content = (tmp_path / "t.pt").read_bytes()
+    (tmp_path / "t.pt").write_bytes(content.replace(torch.full((1000,), 7.0).numpy().tobytes(), bytes(4000)))
+    status, out, _ = run(capsys, "verify", tmp_path / "t.pt")
+    assert status == 1 and "damaged" in out
+
+
 def test_diff_tells_hyper_parameters_shapes_steps_and_values_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

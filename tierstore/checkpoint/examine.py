@@ -18,7 +18,7 @@ from tierstore.checkpoint.extra import encode
 from tierstore.checkpoint.opening import open_checkpoint
 from tierstore.checkpoint.reader import Reader
 from tierstore.checkpoint.root import MOST_METADATA_BYTES
-from tierstore.checkpoint.torchfile import TorchFile
+from tierstore.checkpoint.torchfile import TorchFile, first_damaged
 from tierstore.errors import CheckpointError
 from tierstore.forms import take_apart
 
@@ -79,6 +79,8 @@ def problems(path: str | os.PathLike[str], tell: Tell) -> Iterator[str]:
     with open_checkpoint(path) as source:
         if isinstance(source, Reader):
             yield from _strange_documents(source)
+        elif (damaged := first_damaged(source.path)) is not None:
+            yield f"{source.path} is damaged: {damaged}"
         for section in SECTIONS:
             for number, entry in source.entries(section).items():
                 for field in entry.fields:
