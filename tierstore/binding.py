@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tierstore.behind import WriteBehind
 from tierstore.blueprint import draw
 from tierstore.build import Parts
 from tierstore.capture import Capture, Wanted
@@ -239,14 +240,15 @@ class Binding:
             use = self._capture.before(use)
         self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step, ready=ready)
 
-    def capture(self, wanted: Wanted) -> Capture:
-        """Let state as it is now be copied out: each chunk before it is changed, the rest when `finish_capture` says.
+    def capture_of(self, wanted: Wanted) -> Capture:
+        """Prepare to copy out state as it is when `begin_capture` is called."""
+        return Capture(wanted, self.layout, self.members, self.store, self.plant)
 
-        The caller begins it. One that was not over is finished first.
-        """
+    def begin_capture(self, capture: Capture, behind: WriteBehind) -> None:
+        """Copy state out: each chunk before it is changed, the rest when `finish_capture` says. One at a time."""
         self.finish_capture()
-        self._capture = Capture(wanted, self.layout, self.members, self.store, self.plant)
-        return self._capture
+        self._capture = capture
+        capture.begin(behind)
 
     def finish_capture(self) -> None:
         """Copy out what is left of a capture, if there is one. What goes wrong is the capture's, and raises nothing."""

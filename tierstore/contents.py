@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tierstore.checkpoint import extra
 from tierstore.checkpoint.entries import Entry
-from tierstore.errors import CheckpointValueError, DamagedCheckpointError, StateDictError
+from tierstore.errors import CheckpointValueError, DamagedCheckpointError
 from tierstore.layout import Field, stored_strides
 from tierstore.members import Member
 
@@ -105,7 +105,7 @@ def entry_of(member: Member, name: str, fields: Sequence[Field], step: float | N
 
     Raises CheckpointValueError for one that is a rank's part of a whole.
     """
-    refuse_sharded(member)
+    refuse_sharded(member, CheckpointValueError)
     shape, strides = form_of(member)
     dtypes = {field.name: field_dtype(member, field.dtype) for field in fields}
     return Entry(name, shape, strides, member.dtype, dtypes, step, {"group": member.group})
@@ -124,10 +124,10 @@ def field_dtype(member: Member, dtype: torch.dtype) -> torch.dtype:
     return _COMPLEX[dtype] if member.dtype.is_complex else dtype
 
 
-def refuse_sharded(member: Member) -> None:
-    """Raise StateDictError for a parameter that is a DTensor: its ranks' parts make no checkpoint here."""
+def refuse_sharded(member: Member, error: type[Exception]) -> None:
+    """Raise an error for a parameter that is a DTensor: its ranks' parts make no checkpoint here."""
     if hasattr(member.parameter, "_local_tensor"):
-        raise StateDictError(
+        raise error(
             f"{member.name} is sharded over ranks: save and load with torch.distributed.checkpoint and the state dicts "
             f"of torch.distributed.checkpoint.state_dict"
         )

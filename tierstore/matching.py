@@ -88,7 +88,7 @@ class Match:
         self.numbers = {p: number for p, number in pairs if select is None or names is None or select(names[p])}
 
     def _check(self, rule: Rule, member: Member, entry: Entry) -> None:
-        refuse_sharded(member)
+        refuse_sharded(member, StateDictError)
         shape, _ = form_of(member)
         if entry.shape != shape or entry.dtype.is_complex != member.dtype.is_complex:
             raise StateDictError(

@@ -149,7 +149,7 @@ def begin(
             writer.add(SECTION, number, entry)
         for number, entry in enumerate(weights.entries if weights is not None else ()):
             writer.add(WEIGHTS, number, entry)
-        capture = None if binding is None else binding.capture(wanted)
+        capture = None if binding is None else binding.capture_of(wanted)
         nbytes = sum(entry.nbytes for entry in (*entries, *(weights.entries if weights is not None else ())))
         buffer_bytes = max(
             capture.buffer_bytes if capture is not None else 0, min(PART_BYTES, max(nbytes, LEAST_BYTES))
@@ -165,10 +165,10 @@ def begin(
         behind.fail(error)
         behind.wait_until_over()
         raise
-    if capture is None:
+    if binding is None or capture is None:
         behind.complete()
     else:
-        capture.begin(behind)
+        binding.begin_capture(capture, behind)
     _unfinished.add(save)
     return save
 
