@@ -17,8 +17,10 @@ import torch
 from numcodecs import zstd
 
 from tests.unit.test_checkpoint import load, random_bits, save
-from tierstore.checkpoint import Entry, Reader, Writer
+from tests.unit.test_checkpoint_extra import trained
+from tierstore.checkpoint import Entry, Reader, TorchFile, Writer
 from tierstore.checkpoint.blocks import checksum
+from tierstore.checkpoint.examine import parts, total_bytes
 from tierstore.errors import CheckpointError, CheckpointValueError, DamagedCheckpointError, IncompleteCheckpointError
 
 ARRAY = "params/000000/exp_avg"
@@ -340,9 +342,54 @@ def outcome(path: Path, tensors: list[torch.Tensor], extra: dict[str, Any]) -> s
     return "unharmed"
 
 
+def fuzz_torch_file(path: Path, seed: int, count: int) -> dict[str, int]:
+    """Spoil a file of torch's: what comes is a typed error, or tensors of no more bytes than are stored."""
+    chance = random.Random(seed)
+    outcomes = {"refused": 0, "read": 0}
+    trained(path, lambda model, optimizer: {"model": model, "optimizer": optimizer, "epoch": 3})
+    before = path.read_bytes()
+    for _ in range(count):
+        path.write_bytes(mutate(chance, before))
+        try:
+            with TorchFile(path) as source:
+                assert total_bytes(source) < 2 * len(before)
+                for section in ("params", "model"):
+                    for number, entry in source.entries(section).items():
+                        for field in entry.fields:
+                            sum(len(part) for _, part in parts(source, section, number, field))
+                source.extra()
+            outcomes["read"] += 1
+        except CheckpointError:
+            outcomes["refused"] += 1
+    return outcomes
+
+
+def test_random_damage_to_a_file_of_torchs_is_a_typed_error_or_is_read(tmp_path: Path) -> None:
+    outcomes = fuzz_torch_file(tmp_path / "t.pt", seed=5, count=60)
+    assert outcomes["refused"] > 30 and outcomes["read"] > 5
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"w": torch.zeros(1).expand(1 << 40)},
+        {"w": torch.zeros(8).as_strided((1 << 20, 8), (0, 1))},
+        {"state": {0: {"step": torch.zeros(2), "m": torch.zeros(1)}}, "param_groups": [{"params": [0]}]},
+        {"state": {0: {"step": float("nan"), "m": torch.zeros(1)}}, "param_groups": [{"params": [0]}]},
+        {"state": {0: {"m": torch.zeros(1), "v": torch.zeros(2)}}, "param_groups": [{"params": [0]}]},
+        {"state": {0: {"m": torch.zeros(1)}}, "param_groups": [{"params": ["0"]}]},
+        {"w": torch.zeros(3).to_sparse()},
+    ],
+)
+def test_hostile_state_in_a_file_of_torchs_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "t.pt")
+    with pytest.raises(DamagedCheckpointError, match=r"t\.pt"):
+        TorchFile(tmp_path / "t.pt")
+
+
 def test_random_damage_is_refused_or_does_no_harm(tmp_path: Path) -> None:
-    outcomes = fuzz(tmp_path, seed=5, count=200)
-    assert outcomes["refused"] > 50 and outcomes["unharmed"] > 10
+    outcomes = fuzz(tmp_path, seed=5, count=150)
+    assert outcomes["refused"] > 40 and outcomes["unharmed"] > 10
 
 
 @pytest.mark.long
@@ -350,7 +397,7 @@ def test_much_random_damage_is_refused_or_does_no_harm(tmp_path: Path) -> None:
     seed = int(os.environ.get("TIERSTORE_FUZZ_SEED", "0"))
     count = int(os.environ.get("TIERSTORE_FUZZ_COUNT", "20000"))
     outcomes = fuzz(tmp_path, seed, count)
-    print(f"seed {seed}: {outcomes}")
+    print(f"seed {seed}: {outcomes}, of torch's files {fuzz_torch_file(tmp_path / 't.pt', seed, count // 4)}")
     assert outcomes["refused"] > count // 4
 
 

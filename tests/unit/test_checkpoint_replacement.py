@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -146,6 +147,36 @@ def test_only_the_oldest_beyond_keep_last_are_removed_and_only_checkpoints(tmp_p
     with Reader(tmp_path / "step-2"), Writer(tmp_path / "step-5", header={}) as writer:
         writer.commit(keep_last=1)
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-2", "step-5"]
+
+
+def test_a_writer_and_a_reader_that_are_forgotten_give_everything_back(tmp_path: Path) -> None:
+    save(tmp_path / "c", OLD)
+    before = len(os.listdir("/proc/self/fd"))
+    writer, reader = Writer(tmp_path / "c", header={}), Reader(tmp_path / "c")
+    assert len(os.listdir(tmp_path)) == 2
+    del writer, reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    save(tmp_path / "c", NEW)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_forked_child_that_lives_on_holds_nothing(tmp_path: Path) -> None:
+    """A DataLoader's worker, forked in the middle of a save, inherits the descriptors and outlives the writer."""
+    save(tmp_path / "c", OLD)
+    ours, its = os.pipe()
+    with Writer(tmp_path / "c", header={}) as writer:
+        child = os.fork()
+        if child == 0:
+            os.close(its)
+            os.read(ours, 1)  # until the parent is done
+            os._exit(0)
+        writer.commit()
+    save(tmp_path / "c", NEW)
+    assert os.listdir(tmp_path) == ["c"]
+    os.close(its)
+    os.close(ours)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_nothing_is_pruned_when_a_save_fails(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,20 +31,17 @@ _log = logging.getLogger("tierstore.checkpoint")
 class Lock:
     """A folder, held against removal: shared by readers, alone by its writer. Stays with the folder when it is renamed.
 
-    `is_sure` is False where the filesystem has no such locks.
+    `is_sure` is False where the filesystem has no such locks. Forgotten, it is released.
     """
 
     def __init__(self, fd: int, is_sure: bool) -> None:
         self.fd = fd
         self.is_sure = is_sure
+        self._finalizer = weakref.finalize(self, _release, os.getpid(), fd, is_sure)
 
     def release(self) -> None:
-        """Let go of it, also in forked children that inherited it."""
-        if self.fd >= 0:
-            if self.is_sure:
-                fcntl.flock(self.fd, fcntl.LOCK_UN)
-            os.close(self.fd)
-            self.fd = -1
+        """Let go of it, also in forked children that inherited it. Idempotent."""
+        self._finalizer()
 
     def is_of(self, path: str) -> bool:
         """Whether the folder that is held is the one that has this name now."""
@@ -52,6 +50,12 @@ class Lock:
         except OSError:
             return False
         return os.path.samestat(found, os.fstat(self.fd))
+
+
+def _release(pid: int, fd: int, is_sure: bool) -> None:
+    if is_sure and os.getpid() == pid:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # of the parent's and the children's descriptors at once
+    os.close(fd)
 
 
 def hold(path: str, *, alone: bool, wait: bool = False) -> Lock | None:

@@ -6,7 +6,6 @@ Loaded with `weights_only=True`, so that nothing in it is run, and mapped, so th
 from __future__ import annotations
 
 import os
-import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -18,11 +17,13 @@ from torch import Tensor
 from tierstore.checkpoint.entries import VALUES, Entry, Json, check_entry
 from tierstore.checkpoint.extra import encode
 from tierstore.checkpoint.files import told
-from tierstore.errors import CheckpointValueError, DamagedCheckpointError
+from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError
 from tierstore.layout import in_storage_order_of, is_dense
 
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
+MOST_EXPANDED_BYTES = 16 << 20
+"""Of a tensor whose elements lie in the same places: what is stored of it says little of what it takes."""
 
 
 class TorchFile:
@@ -111,7 +112,10 @@ class TorchFile:
         if any(value.shape != first.shape for value in fields.values()):
             shapes = {field: tuple(value.shape) for field, value in fields.items()}
             raise DamagedCheckpointError(f"{self.path}: the state of parameter {key} has fields of shapes {shapes}")
-        steps = None if step is None else float(step)
+        try:
+            steps = None if step is None else float(step)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DamagedCheckpointError(f"{self.path}: the step of parameter {key} is no number ({error})") from error
         entry = _entry(name, first, {field: value.dtype for field, value in fields.items()}, steps, {"group": group})
         self._add("params", key, entry, fields)
 
@@ -130,6 +134,11 @@ class TorchFile:
         for field, value in fields.items():
             if value.layout is not torch.strided or value.is_quantized or value.is_meta:
                 raise DamagedCheckpointError(f"{self.path}: {field} of {entry.name or number} is not a dense tensor")
+            if value.nbytes > max(value.untyped_storage().nbytes(), MOST_EXPANDED_BYTES):
+                raise DamagedCheckpointError(
+                    f"{self.path}: {field} of {entry.name or number} has shape {tuple(value.shape)}, {value.nbytes:,} "
+                    f"bytes made of {value.untyped_storage().nbytes():,} that are stored"
+                )
             self._tensors[section, number, field] = value
         try:
             check_entry(f"{self.path}: {section} {number}", entry)
@@ -156,9 +165,9 @@ def _load(path: str) -> Any:
     try:
         with told(path, "the file cannot be read"):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, DamagedCheckpointError):
-            raise
+    except CheckpointFileError:
+        raise
+    except Exception as error:  # whatever torch's unpickler stumbles over
         raise DamagedCheckpointError(
             f"{path} is not a file that torch.save wrote in its present format, or holds more than tensors and plain "
             f"values: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}"
