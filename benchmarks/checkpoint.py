@@ -141,8 +141,10 @@ class Contenders:
         return verified
 
 
-def measure(parameters: int, folders: Sequence[Path], rounds: int, volume: int) -> Report:
-    """Measure in one process, interleaved; memory in a fresh one."""
+def measure(
+    parameters: int, folders: Sequence[Path], rounds: int, volume: int, peaks_of: Callable[[int, Path], dict[str, int]]
+) -> Report:
+    """Measure in one process, interleaved; memory by `peaks_of`, which is to do it in a fresh one."""
     with ExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=folders[0])))
         raw = closing.enter_context(RawDevice(folders[:1], volume))
@@ -165,7 +167,7 @@ def measure(parameters: int, folders: Sequence[Path], rounds: int, volume: int) 
         one.load()
         verified = one.verify()
         nbytes = one.nbytes
-    peaks = _in_process(parameters, folders[0])
+    peaks = peaks_of(parameters, folders[0])
     rates = {name: nbytes / median(found[name]) for name in ("save", "load", "torch.save", "torch.load")}
     rates |= {"write": median(found["write"]), "read": median(found["read"])}
     plain, saving = ([median([run[n] for run in found[name]]) for n in range(3)] for name in ("steps", "steps, saving"))
@@ -252,13 +254,13 @@ def main(
 ) -> None:
     """How fast are checkpoints, what memory do they take, and what does one cost the training beside it?"""
     if quick:
-        report = measure(1 << 17, folders_of(folder), 1, 1 << 20)
+        report = measure(1 << 17, folders_of(folder), 1, 1 << 20, peaks_here)
     else:
-        report = measure(round(parameters * 1e6), folders_of(folder), rounds, 256 << 20)
+        report = measure(round(parameters * 1e6), folders_of(folder), rounds, 256 << 20, _in_process)
     publish(report, json=json, is_quick=quick)
 
 
-def peaks_here(parameters: int, folder: str) -> dict[str, int]:
+def peaks_here(parameters: int, folder: str | Path) -> dict[str, int]:
     """Peak anonymous memory over that of training while this process saves, loads, and `torch.save`s a state dict."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         warm = Model(LAYERS * 1024)
