@@ -29,6 +29,7 @@ from tierstore.placement import (
     Need,
     Room,
     auto_chunk_bytes,
+    even_chunk_bytes,
     place_homes,
     size_tiers,
     whole_pages,
@@ -136,6 +137,9 @@ class Plant:
         asked = self.given_bytes("gpu" if self.gpu is not None else "cpu")
         smallest = max(1 << 14, whole_pages(1024 * largest_element + 4095))
         largest = LARGEST_CHUNK if self.tuning is None else self.tuning.chunk_size.value
+        even = even_chunk_bytes(state_bytes) if classes == 1 and state_bytes > UNHURRIED_CHUNK else 0
+        if even and self._keeps(state_bytes + even, asked):
+            return even
         stays = classes is not None and self._keeps(state_bytes + classes * UNHURRIED_CHUNK, asked)
         return auto_chunk_bytes(state_bytes, asked, largest=largest, smallest=smallest, stays=stays)
 

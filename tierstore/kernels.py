@@ -7,9 +7,10 @@ the master updated, and cast down into the parameter.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -154,24 +155,29 @@ def _adopt_changes(parameters: list[Tensor], of_record: list[Tensor], scratch: S
     now = scratch.joined("now", parameters)
     master = scratch.joined("master", of_record)
     cast = scratch.get("cast", now.dtype, now.device, now.numel()).copy_(master)
-    if now.device.type == "cpu" and not _is_other_than_cast(now, scratch):
+    if now.device.type == "cpu" and _are_same_bytes(now, cast):
         return
-    cast.copy_(master)
     adopted = torch.where(cast.view(torch.int16) != now.view(torch.int16), now.to(master.dtype), master)
     torch._foreach_copy_(of_record, adopted.split_with_sizes([tensor.numel() for tensor in of_record]))
 
 
-def _is_other_than_cast(now: Tensor, scratch: Scratch) -> bool:
-    """Compare 16-bit elements with the buffer `cast`, which is used up; four at once if they lie so that one can.
+def _are_same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Compare the bytes of two dense tensors on the CPU, in a fifth of the time of `torch.equal`."""
+    compare = _memory_compare()
+    if compare is None:
+        return torch.equal(one.view(torch.int16), other.view(torch.int16))
+    return compare(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
 
-    The bits that differ, and the largest byte of them: half the time of `torch.equal`.
-    """
-    length = now.numel()
-    four_at_once = length % 4 == now.storage_offset() % 4 == 0
-    dtype, items = (torch.int64, length // 4) if four_at_once else (torch.int16, length)
-    cast = scratch.get("cast", dtype, now.device, items)
-    torch.bitwise_xor(now.view(dtype), cast, out=cast)
-    return bool(scratch.get("cast", torch.uint8, now.device, 2 * length).max())
+
+@cache
+def _memory_compare() -> Callable[[int, int, int], int] | None:
+    """C's `memcmp`, for addresses and a number of bytes; None where a process cannot look it up in itself."""
+    try:
+        compare = ctypes.CDLL(None).memcmp
+    except (TypeError, OSError, AttributeError):
+        return None
+    compare.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    return compare  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=64)
