@@ -19,15 +19,19 @@ from torch import Tensor
 from tierstore.compiled import SinglePass
 from tierstore.cores import shared_by, side_by_side
 from tierstore.errors import InvariantError
-from tierstore.layout import CUT_ELEMENTS
+from tierstore.layout import CUT_ELEMENTS, round_up
 from tierstore.masters import combine, keep
 from tierstore.rules import Pieces, Rule, step_count
 from tierstore.scratch import GRAIN_ELEMENTS, Scratch
 
 TILE_ELEMENTS = GRAIN_ELEMENTS
 """Elements cast and updated at once on the CPU; a float32 tile with its state fits the last-level cache."""
-SHARED_ELEMENTS = TILE_ELEMENTS // 2
-"""Elements of a tile where each core has its own: what is done to it one after another then fits that core's cache."""
+SHARED_ELEMENTS = 2 * TILE_ELEMENTS
+"""Elements of a tile where each core has its own: in smaller ones threads wait longer for Python's lock than they gain
+by what is still in a core's own cache.
+"""
+LEAST_SHARED_ELEMENTS = TILE_ELEMENTS // 2
+"""Elements for each core below which the others are not woken up."""
 PASS_ELEMENTS = 8 * 1024 * 1024
 """Elements updated at once on an accelerator: most chunks in one pass, with what is cast no larger than they are."""
 MIRROR_ELEMENTS = 1024 * 1024
@@ -78,13 +82,15 @@ def _update_tiles(pieces: Pieces, dtype: torch.dtype, device: torch.device, form
     """Update pieces on the CPU; tiles on one core each where it may be, as a tile has many short operations, and all
     cores would have to wait for each other in every one of them.
     """
-    tiles = list(pieces.tiles(SHARED_ELEMENTS)) if manner.in_any_order else []
-    threads = shared_by(len(tiles))
+    elements = sum(pieces.lengths())
+    threads = shared_by(elements // LEAST_SHARED_ELEMENTS) if manner.in_any_order else 1
     if threads == 1:
         for tile in pieces.tiles(TILE_ELEMENTS):
             _update_tile(tile, dtype, device, formula, manner)
         return
-    left = iter(tiles)  # whoever is done with one takes the next; `next` of a list is one operation
+    tiles = threads * -(-elements // (threads * SHARED_ELEMENTS))  # as many for each
+    most = round_up(-(-elements // tiles), CUT_ELEMENTS)
+    left = iter(list(pieces.tiles(most)))  # whoever is done with one takes the next; `next` of a list is one operation
 
     def take_turns(scratch: Scratch) -> None:
         own = replace(manner, scratch=scratch)

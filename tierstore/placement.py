@@ -145,7 +145,7 @@ def auto_chunk_bytes(
 
 
 def even_chunk_bytes(state_bytes: int) -> int:
-    """Bytes of the fewest chunks, of one size, that state of one class fills, with a thirty-second to spare for padding.
+    """Bytes of the fewest chunks that state of one class fills evenly, with a thirty-second to spare for padding.
 
     For state that stays where it is used, and so needs no pipeline of extents.
     """
