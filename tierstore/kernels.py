@@ -183,7 +183,7 @@ def _memory_compare() -> Callable[[int, int, int], int] | None:
     except (TypeError, OSError, AttributeError):
         return None
     compare.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-    return compare  # type: ignore[no-any-return]
+    return compare
 
 
 @lru_cache(maxsize=64)
