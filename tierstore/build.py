@@ -29,6 +29,7 @@ from tierstore.placement import (
     Need,
     Room,
     auto_chunk_bytes,
+    even_chunk_bytes,
     place_homes,
     size_tiers,
     whole_pages,
@@ -129,13 +130,18 @@ class Plant:
     def chunk_bytes(self, state_bytes: int, largest_element: int, *, classes: int | None) -> int:
         """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes.
 
-        `classes`: of so many classes is all state there will be; None: more of it may come.
+        `classes`: of so many classes is all state there will be; None: more of it may come, or some has its home
+        elsewhere.
         """
         if self.policy.chunk_size != "auto":
             return whole_pages(self.policy.chunk_size)
         asked = self.given_bytes("gpu" if self.gpu is not None else "cpu")
         smallest = max(1 << 14, whole_pages(1024 * largest_element + 4095))
         largest = LARGEST_CHUNK if self.tuning is None else self.tuning.chunk_size.value
+        if classes == 1 and state_bytes > UNHURRIED_CHUNK and self.policy.update == "step":
+            even = even_chunk_bytes(state_bytes)  # beside backward smaller ones can begin earlier
+            if self._keeps(state_bytes + even, asked):
+                return even
         stays = classes is not None and self._keeps(state_bytes + classes * UNHURRIED_CHUNK, asked)
         return auto_chunk_bytes(state_bytes, asked, largest=largest, smallest=smallest, stays=stays)
 
