@@ -239,7 +239,9 @@ class Plant:
         asked = f"order: {self.policy.order}, update: {self.policy.update}"
         sizes = ", ".join(f"{name} {room.extents:,}" for name, room in rooms.items())
         found = [("order", f"updates are in {self.order} order", asked)]
-        found.append(("size", f"extents of {extent_bytes:,} bytes: {sizes}", "what the policy asks for and chunks need"))
+        found.append(
+            ("size", f"extents of {extent_bytes:,} bytes: {sizes}", "what the policy asks for and chunks need")
+        )
         if self.tuning is not None:
             found += [("tuning", f"{choice.key}: {choice.shown}", choice.why) for choice in self.tuning]
         return tuple(found)

@@ -162,13 +162,12 @@ def doctor(
 def top(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `monitor: FILE` in the job's policy names.")],
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
-    every: Annotated[
-        float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="How often to look.")
-    ] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="How often to look.")] = 1.0,
 ) -> None:
     """Watch a running job: its tiers, routes, waits and decisions.
 
-    Exit status: 0; 1 when the job is gone or silent; 2 when the file cannot be read; 130 after Ctrl-C.
+    Ends with the job, or at Ctrl-C. Exit status: 0; 1 when the job is gone, with --once also when it is silent; 2 when
+    the file cannot be read.
     """
 
     def work() -> int:

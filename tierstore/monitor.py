@@ -67,7 +67,8 @@ class Monitor:
         """Look, and write, if that was not done a moment ago."""
         now = self._clock()
         if self._began is None:
-            self._began = self._looked = now
+            step = store.stats().last_step
+            self._began = self._looked = now - step.update_seconds - step.wait_seconds
         elif now - self._looked < LEAST_SECONDS:
             return
         self._look(store, now, ended=False)
@@ -87,9 +88,7 @@ class Monitor:
         step, since = self._steps_before + stats.step.count, interval(self._before, stats, now - self._looked)
         if self._picture is not None:
             seen = replace(stats, decisions=stats.decisions[-DECISIONS_SHOWN:])
-            picture = Picture(
-                PICTURE_FORMAT, tierstore.__version__, self._job, time.time(), step, ended, since, seen
-            )
+            picture = Picture(PICTURE_FORMAT, tierstore.__version__, self._job, time.time(), step, ended, since, seen)
             self._picture.replace(_json(picture.to_dict()))
         if self._record is not None:
             if is_new:
@@ -199,7 +198,7 @@ class OutFile:
             raise OSError("it is there, and no ordinary file")
         made = self.path.with_name(f".{self.path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
-            with open(os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666), "w", encoding="utf-8", errors="replace") as file:
+            with open(made, "x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
             os.replace(made, self.path)
         except BaseException:

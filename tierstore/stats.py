@@ -28,7 +28,7 @@ _BUCKETS = _BUCKETS_PER_DECADE * 9  # 1 us to 1,000 s
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier now; `peak_bytes` is the most it ever had in use, `bytes_written` what was moved into it since the start.
+    """One tier now; `peak_bytes` is the most it ever had in use, `bytes_written` what was moved into it in all.
 
     A policy without a cpu tier may yet have one here, for staging: chunks pass through it, and some are kept in it.
     """
@@ -164,7 +164,11 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         """Answer the same as plain dicts, lists and numbers, equal to what JSON gives back."""
         io = {**asdict(self.io), "paths": list(self.io.paths)}
-        plain: dict[str, Any] = {"tiers": _plain(self.tiers), "routes": _plain(self.routes), "paths": _plain(self.paths)}
+        plain: dict[str, Any] = {
+            "tiers": _plain(self.tiers),
+            "routes": _plain(self.routes),
+            "paths": _plain(self.paths),
+        }
         plain["decisions"] = [asdict(decision) for decision in self.decisions]
         return {**plain, "step": self.step.to_dict(), "last_step": self.last_step.to_dict(), "io": io}
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,9 +40,11 @@ def run(path: Path, *, once: bool, every: float) -> int:
         console.width = WIDTH
     if once:
         return _show_once(path, console)
-    if not console.is_terminal or console.is_dumb_terminal:
-        return _show_lines(path, console, every)
-    return _show_live(path, console, every)
+    show = _show_lines if not console.is_terminal or console.is_dumb_terminal else _show_live
+    try:
+        return show(path, console, every)
+    except KeyboardInterrupt:  # how one stops looking
+        return WELL
 
 
 def state_of(picture: Picture, *, now: float, exists: Callable[[Job], bool | None]) -> State:
@@ -109,5 +109,3 @@ def _show_lines(path: Path, console: Console, every: float) -> int:
 def _wait(seconds: float) -> None:
     """Wait for somebody who looks; Ctrl-C ends it."""
     threading.Event().wait(seconds)
-
-
