@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from tierstore.stats import Stats
 
 
-class StatsCollector(Collector):
+class StatsCollector(Collector):  # type: ignore[misc, unused-ignore]
     """Register it: `REGISTRY.register(StatsCollector())`, and give it the statistics after a step with `update`.
 
     Prometheus asks from a thread of its own, and a store may only be called from the one that trains: so what is

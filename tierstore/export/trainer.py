@@ -35,6 +35,7 @@ class TierstoreCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add to the entry."""
-        for optimizer in tiered_of([self._optimizer]) if logs is not None else ():
-            found = {f"tierstore/{name}": value for name, value in scalars(optimizer.store.stats()).items()}
-            logs.update(found)
+        if logs is not None:
+            for optimizer in tiered_of([self._optimizer]):
+                found = scalars(optimizer.store.stats())
+                logs.update({f"tierstore/{name}": value for name, value in found.items()})

@@ -68,7 +68,7 @@ def _residency(record: Record) -> str:
     return (
         f'<p class="quiet">{escape(text)}</p>{_legend(sorted(tiers, key=_rank))}'
         f'<div class="tall">{residency(record.samples, record.chunks)}</div>'
-        f"<details><summary>What is in which row</summary>{_table(('row', 'chunks, and what is in them'), names)}</details>"
+        f"<details><summary>What is in which row</summary>{_table(('row', 'what is in it'), names)}</details>"
     )
 
 
