@@ -15,8 +15,10 @@ from tierstore.stats import Stats
 class TierstoreCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Give it to the Trainer: `callbacks=[TierstoreCallback()]`.
 
-    Each entry of the Trainer's log gets the scalars of `tierstore.export`, as `tierstore/...`; `after_step`, a StepLog
-    or a collector's `update` say, is called with the statistics after each step of the optimizer.
+    Each entry of the Trainer's `state.log_history` gets the scalars of `tierstore.export`, as `tierstore/...`.
+    `after_step`, a StepLog or a collector's `update` say, is called with the statistics after each step of the
+    optimizer. The Trainer's own reports, TensorBoard's for one, are made before a user's callback is called: for a
+    curve there give it `lambda stats: add_scalars(writer, stats)`.
     """
 
     def __init__(self, *after_step: Callable[[Stats], object]) -> None:
@@ -35,7 +37,10 @@ class TierstoreCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add to the entry."""
-        if logs is not None:
-            for optimizer in tiered_of([self._optimizer]):
-                found = scalars(optimizer.store.stats())
-                logs.update({f"tierstore/{name}": value for name, value in found.items()})
+        if logs is None:
+            return
+        for optimizer in tiered_of([self._optimizer]):
+            found = {f"tierstore/{name}": value for name, value in scalars(optimizer.store.stats()).items()}
+            logs.update(found)  # for callbacks that come later, as what prints them
+            if state.log_history:  # a copy of them, made before
+                state.log_history[-1].update(found)
