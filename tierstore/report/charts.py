@@ -105,7 +105,8 @@ def _frame(
     ys = "".join(f'<span style="top:{_n(y / HEIGHT * 100)}%">{escape(text)}</span>' for y, text in marks)
     total = edges[-1][1] if edges else 0.0
     xs = "".join(
-        f'<span style="left:{_n(seconds / max(total, 1e-9) * 100)}%">{escape(duration(seconds))}</span>'
+        f'<span class="{"last" if seconds > 0.92 * total > 0 else "at"}" '
+        f'style="left:{_n(seconds / max(total, 1e-9) * 100)}%">{escape(duration(seconds))}</span>'
         for seconds in _moments(total)
     )
     return (
