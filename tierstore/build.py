@@ -237,7 +237,20 @@ class Plant:
             transfer=transfer,
             io=_io_stats(engine, tiers.get("nvme")),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
+            decided=self._decided(rooms, extent_bytes),
         )
+
+    def _decided(self, rooms: Mapping[str, Room], extent_bytes: int) -> tuple[tuple[str, str, str], ...]:
+        """What was decided on the way to a store, and why."""
+        asked = f"order: {self.policy.order}, update: {self.policy.update}"
+        sizes = ", ".join(f"{name} {room.extents:,}" for name, room in rooms.items())
+        found = [("order", f"updates are in {self.order} order", asked)]
+        found.append(
+            ("size", f"extents of {extent_bytes:,} bytes: {sizes}", "what the policy asks for and chunks need")
+        )
+        if self.tuning is not None:
+            found += [("tuning", f"{choice.key}: {choice.shown}", choice.why) for choice in self.tuning]
+        return tuple(found)
 
     def _make_tier(self, name: str, extent_bytes: int, engine: Engine | None) -> Tier:
         if name == "gpu":
