@@ -442,6 +442,8 @@ class HonestDevice:
 
 
 class _HonestLane:
+    is_stuck = False
+
     def __init__(self, carry: Callable[[Request], None], schedule: Schedule) -> None:
         self._carry = carry
         self._schedule = schedule
@@ -475,7 +477,7 @@ class HonestEngine(ThreadsEngine):
             self._schedule.changed.notify_all()
 
     def close(self) -> None:
-        self._schedule.wait_for(lambda: self._operations == 0)
+        self._schedule.wait_for(lambda: not self._under_way)
         super().close()
 
     def _finish(self, progress: Progress) -> None:
