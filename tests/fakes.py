@@ -516,14 +516,11 @@ class HonestTransfer(TransferEngine):
     def read_out(self, source: tuple[Tier, Extent], into: Tensor, *, ready: Event | None = None) -> Ticket:
         ticket = super().read_out(source, into, ready=ready)
         self._follow(ticket, (), isinstance(source[0], FileTier))
-        wait = ticket.wait
-
-        def wait_with_others(timeout: float | None) -> None:
-            self._schedule.wait_for(ticket.is_done)
-            wait(timeout)
-
-        ticket.wait = wait_with_others  # type: ignore[method-assign]
         return ticket
+
+    def wait_for(self, ticket: Ticket, timeout: float | None) -> None:
+        self._schedule.wait_for(ticket.is_done)
+        super().wait_for(ticket, timeout)
 
     def next_ended(self, *, wait: bool, timeout: float | None = None) -> Ticket | None:
         if wait:

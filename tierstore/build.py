@@ -229,7 +229,7 @@ class Plant:
             order=self.order,
             slab_extents=slabs,
             transfer=transfer,
-            io=_io_stats(engine, tiers.get("nvme")),
+            io=_io_stats(engine, tiers.get("nvme"), checksum=nvme is not None and nvme.io.checksum),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
         )
 
@@ -242,7 +242,8 @@ class Plant:
                 name, self.parts.host_for(self.parameters_on, pin_memory=self._pins_memory()), extent_bytes
             )
         assert self.policy.tiers.nvme is not None and engine is not None
-        tier = FileTier(name, _open_files(self.policy.tiers.nvme, engine), extent_bytes)
+        nvme = self.policy.tiers.nvme
+        tier = FileTier(name, _open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
         try:
             for file in tier.files:
                 engine.prepare(file.path)
@@ -304,6 +305,7 @@ class Plant:
                 choice.value for choice in (self.tuning.threads, self.tuning.queue_depth, self.tuning.request_size)
             )
         engine = self.parts.open_engine(io.engine, threads=threads, queue_depth=depth, request_size=size)
+        engine.timeout_seconds = io.timeout
         if io.direct is True and not engine.supports_direct:
             engine.close()
             raise PolicyError(
@@ -395,8 +397,9 @@ def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
     return files
 
 
-def _io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
+def _io_stats(engine: Engine | None, tier: Tier | None, *, checksum: bool) -> IoStats:
     if engine is None or not isinstance(tier, FileTier):
         return IoStats("none", direct=False, paths=())
     is_direct = all(file.direct for file in tier.files)
-    return IoStats(engine.name, direct=is_direct, paths=tuple(str(file.folder) for file in tier.files))
+    paths = tuple(str(file.folder) for file in tier.files)
+    return IoStats(engine.name, direct=is_direct, paths=paths, checksum=checksum)

@@ -1,5 +1,8 @@
 """Runs one copy between extents of two neighbouring tiers and returns a ticket. Decides nothing, retries nothing.
 
+Whoever waits here gives up what hangs: a ticket whose error is a TransferTimeoutError stands for bytes that may arrive
+late, so that what they would arrive in must never be used again. What they come from may: reading does no harm.
+
 A transfer begins when all transfers it was told to follow have succeeded; if one of them failed it never begins, and
 fails with TransferCancelledError. Copies between host memory and a file are the engine's; copies between host memory
 and a device run on one stream and one thread per direction, so that both directions of the link are busy. Tickets
@@ -8,13 +11,14 @@ resolve on those threads; whoever holds one may wait for it, ask it, or have the
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -28,6 +32,7 @@ from tierstore.errors import (
     TransferTimeoutError,
 )
 from tierstore.io import Engine, Kind, Operation
+from tierstore.stats import IoStats
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.trace import Trace
 
@@ -64,15 +69,20 @@ class Ticket:
 
     def wait(self, timeout: float | None) -> None:
         """Block until it has landed. Raises what stopped it, or TransferTimeoutError after `timeout` seconds."""
-        done = threading.Event()  # made here: most tickets are asked or heard of, and an event costs as much as they
-        self.when_done(lambda _: done.set())
-        if not done.wait(timeout):
+        if not self.wait_until_done(timeout):
             raise TransferTimeoutError(
+                errno.ETIMEDOUT,
                 f"moving {self.nbytes:,} bytes from {self.route[0]} to {self.route[1]} took longer than {timeout} s "
-                f"(tiers.nvme.io.timeout)"
+                f"(tiers.nvme.io.timeout)",
             )
         if self._error is not None:
             raise self._error
+
+    def wait_until_done(self, timeout: float | None) -> bool:
+        """Block until it has landed or failed; False if it has not after `timeout` seconds."""
+        done = threading.Event()  # made here: most tickets are asked or heard of, and an event costs as much as they
+        self.when_done(lambda _: done.set())
+        return done.wait(timeout)
 
     def when_done(self, heard: Callable[[Ticket], None]) -> None:
         """Call `heard`, which must not raise, once it is done, on whatever thread that is; at once if it is done."""
@@ -178,12 +188,31 @@ class TransferEngine:
     def next_ended(self, *, wait: bool, timeout: float | None = None) -> Ticket | None:
         """Get the ticket of a submitted transfer that has landed or failed, each once; one before those that follow it.
 
-        Returns None when there is none yet, or (with `wait`) none for `timeout` seconds.
+        Returns None when there is none yet, or (with `wait`) none for `timeout` seconds though files are at rest: while
+        something moves between them and memory it is the engine that knows how long is too long.
         """
-        try:
-            return self._ended.get(wait, timeout)
-        except queue.Empty:
-            return None
+        while True:
+            try:
+                return self._ended.get(wait, self._patience(timeout))
+            except queue.Empty:
+                if not wait or not self._must_go_on():
+                    return None
+
+    def wait_for(self, ticket: Ticket, timeout: float | None) -> None:
+        """Block until a transfer has landed. Raises what stopped it, or TransferTimeoutError as `next_ended` says."""
+        while not ticket.wait_until_done(self._patience(timeout)):
+            if not self._must_go_on():
+                break
+        ticket.wait(0.0)
+
+    def _patience(self, timeout: float | None) -> float | None:
+        """Seconds to wait for something to end before it is time to look at the clock."""
+        left = None if self._io is None else self._io.seconds_left()
+        return timeout if left is None else left
+
+    def _must_go_on(self) -> bool:
+        """Give up what hangs; whether something then ended, or will."""
+        return self._io is not None and (self._io.give_up() > 0 or self._io.seconds_left() is not None)
 
     def read_out(self, source: tuple[Tier, Extent], into: Tensor, *, ready: Event | None = None) -> Ticket:
         """Copy the beginning of an extent into host memory outside all tiers (page-aligned, whole pages)."""
@@ -200,8 +229,16 @@ class TransferEngine:
         _go(ticket, start)
         return ticket
 
+    def io_stats(self, still: IoStats) -> IoStats:
+        """Add what went wrong with files so far to what is known of them."""
+        io = self._io
+        return still if io is None else replace(still, timed_out=io.timed_out, late=io.late, misread=io.misread)
+
     def close(self) -> None:
-        """Let what was submitted end, on the accelerator too, and stop the workers. Idempotent."""
+        """Let what was submitted end, on the accelerator too, and stop the workers. Idempotent.
+
+        What hangs is given up; whoever owns memory and files of it must not take them from it (`SwapFile.keep_open`).
+        """
         with ExitStack() as closing:  # the last one first, and all of them whatever one of them raises
             if self._accelerator is not None:
                 closing.callback(self._accelerator.close)
@@ -235,7 +272,16 @@ class TransferEngine:
             ready.wait()
         assert self._io is not None  # a file tier is never built without an engine
         file, offset = tier.range_at(extent)
-        self._io.submit(Operation(kind, file.fd, file.path, offset, memory, file.direct, ticket.resolve))
+
+        def done(error: TransferError | None) -> None:
+            if isinstance(error, TransferTimeoutError):
+                file.keep_open()
+            ticket.resolve(error)
+
+        sums = tier.begin_sums(extent) if kind is Kind.WRITE else tier.sums_of(extent)
+        self._io.submit(
+            Operation(kind, file.fd, file.path, offset, memory, file.direct, done, sums, late=file.may_be_closed)
+        )
 
     def _lane(self, source: str, destination: str) -> _Lane:
         name = f"{source}-{destination}"

@@ -122,14 +122,7 @@ def without_reading_out_waiting_for_the_update(patch: pytest.MonkeyPatch) -> Non
 
 
 def without_waiting_for_what_is_read_out(patch: pytest.MonkeyPatch) -> None:
-    read_out = HonestTransfer.read_out
-
-    def hasty(engine: HonestTransfer, *arguments: Any, **options: Any) -> Ticket:
-        ticket = read_out(engine, *arguments, **options)
-        ticket.wait = lambda timeout: None  # type: ignore[method-assign]
-        return ticket
-
-    patch.setattr(HonestTransfer, "read_out", hasty)
+    patch.setattr(HonestTransfer, "wait_for", lambda engine, ticket, timeout: None)
 
 
 def without_reading_out_waiting_for_the_move(patch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ class Tier(abc.ABC):
             used_bytes=arena.owned * arena.extent_bytes,
             peak_bytes=arena.peak_owned * arena.extent_bytes,
             chunks=chunks,
+            quarantined_bytes=arena.quarantined * arena.extent_bytes,
         )
 
     def _least_path(self) -> int:
