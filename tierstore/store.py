@@ -175,8 +175,8 @@ class ChunkStore(Guarded):
     def read_record(self, chunk: int, into: Tensor) -> bool:
         """Copy a chunk's record into host memory (uint8, its record bytes, page-aligned); move nothing.
 
-        Returns False, and copies nothing, while the chunk is fresh. Works after a failed step too. After an error `into`
-        must not be used again: a request that was given up may write to it yet.
+        Returns False, and copies nothing, while the chunk is fresh. Works after a failed step too. After an error
+        `into` must not be used again: a request that was given up may write to it yet.
         """
         with self._entered():
             self._traffic.wait_until_over(chunk)  # the extent it leaves may be promised, and filled once it has left

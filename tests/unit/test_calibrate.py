@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
-import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -70,7 +70,7 @@ class Crew(Generic[Job]):
             self._die(error)
 
     def _carry_next(self) -> bool:
-        """Carry a job; False when there will be no more. An idle worker keeps no job, and so no memory of a caller's."""
+        """Carry a job; False when there will be no more. An idle worker keeps no job, nor memory of a caller's."""
         worker = threading.current_thread()
         with self._news:
             self._carried.pop(worker, None)

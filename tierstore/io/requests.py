@@ -205,10 +205,10 @@ def not_begun(operation: Operation) -> TransferError:
 def wrong_bytes(request: Request, expected: int, found: int) -> ChecksumError:
     """Say that a read has twice brought other bytes than were written."""
     again = "both times" if found == request.wrong_sum else f"and {request.wrong_sum:016x} the time before"
+    begin = request.operation.offset + request.start
     text = (
-        f"{describe(request.operation)}: the {request.length} bytes from byte {request.operation.offset + request.start}"
-        f" on are not those that were written: their checksum (xxh3) is {found:016x} {again}, and was {expected:016x}; "
-        f"{_DEFAULT_ADVICE}"
+        f"{describe(request.operation)}: the {request.length} bytes from byte {begin} on are not those that were "
+        f"written: their checksum (xxh3) is {found:016x} {again}, and was {expected:016x}; {_DEFAULT_ADVICE}"
     )
     return ChecksumError(errno.EBADMSG, text, request.operation.path)
 
