@@ -67,13 +67,13 @@ class AiofilesEngine(Engine):
             except BaseException:  # what it interrupted fails, all others go on
                 _log.exception("the event loop was interrupted")
         self._loop.close()
+        super()._stop()
 
     def _stop(self) -> None:
         is_lost = any(lane.is_stuck for lane in self._lanes.values())
         self._loop.call_soon_threadsafe(self._end_loop)
         if not is_lost:
             self._thread.join()
-        super()._stop()
 
     def _end_loop(self) -> None:
         """End the loop, now or when the last request that was given up has come back."""
@@ -164,7 +164,7 @@ class _Executor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._crew.close(leave=lambda job: not job[0].done())
+        self._crew.close(leave=lambda job: False)
 
     def _carry(self, job: _Call) -> None:
         future, call = job

@@ -38,9 +38,9 @@ class Crew(Generic[Job]):
             worker.start()
 
     def put(self, job: Job) -> None:
-        """Take a job; it comes to `carry` or `lose`."""
+        """Take a job; it comes to `carry`, or at once to `lose` if nobody is left to carry it."""
         with self._news:
-            death = self._death
+            death = RuntimeError("the workers were told to end") if self._must_end else self._death
             if death is None:
                 self._waiting.append(job)
                 self._news.notify()
