@@ -103,7 +103,7 @@ class FaultyEngine(ThreadsEngine):
         self.fail(errno.EINTR, times=times, kind=kind)
 
     def lie(self, *, nth: int = 1, times: int | None = 1, kind: Kind) -> None:
-        """Let requests succeed with other bytes: of a write those that arrive in the file, of a read those it brings."""
+        """Let requests succeed with other bytes: those that a write puts into the file, or a read into memory."""
         with self._control:
             self._lies.append(_Fault(0, kind, nth - 1, times))
 
@@ -180,7 +180,13 @@ class FaultyEngine(ThreadsEngine):
 
 
 class HangingEngine(FaultyEngine):
-    """A real engine whose requests are overdue as soon as they are held, and never otherwise."""
+    """A real engine whose requests are overdue as soon as they are held, and never otherwise.
+
+    Who waits looks again every few milliseconds whether any is held.
+    """
+
+    def seconds_left(self) -> float | None:
+        return None if super().seconds_left() is None else 0.002
 
     def _quiet_seconds(self, progress: Progress, now: float) -> float:
         return math.inf if any(request.progress is progress for request in self.held) else 0.0

@@ -39,7 +39,12 @@ class Ticket:
 
     def wait(self, timeout: float | None) -> None:
         """Block until it has landed. Raises what stopped it, or TransferTimeoutError after `timeout` seconds."""
-        if not self.wait_until_done(timeout):
+        self.wait_until_done(timeout)
+        self.raise_error(timeout)
+
+    def raise_error(self, timeout: float | None) -> None:
+        """Raise what stopped it, or TransferTimeoutError if it has not ended, which somebody waited for so long."""
+        if not self.is_done():
             raise TransferTimeoutError(
                 errno.ETIMEDOUT,
                 f"moving {self.nbytes:,} bytes from {self.route[0]} to {self.route[1]} took longer than {timeout} s "

@@ -122,27 +122,31 @@ class TransferEngine:
         something moves between them and memory it is the engine that knows how long is too long.
         """
         while True:
+            left = self._seconds_left()
             try:
-                return self._ended.get(wait, self._patience(timeout))
+                return self._ended.get(wait, timeout if left is None else left)
             except queue.Empty:
-                if not wait or not self._must_go_on():
+                if not wait or not self._goes_on(left):
                     return None
 
     def wait_for(self, ticket: Ticket, timeout: float | None) -> None:
         """Block until a transfer has landed. Raises what stopped it, or TransferTimeoutError as `next_ended` says."""
-        while not ticket.wait_until_done(self._patience(timeout)):
-            if not self._must_go_on():
-                break
-        ticket.wait(0.0)
+        goes_on = True
+        while goes_on:
+            left = self._seconds_left()
+            goes_on = not ticket.wait_until_done(timeout if left is None else left) and self._goes_on(left)
+        ticket.raise_error(timeout)
 
-    def _patience(self, timeout: float | None) -> float | None:
-        """Seconds to wait for something to end before it is time to look at the clock."""
-        left = None if self._io is None else self._io.seconds_left()
-        return timeout if left is None else left
+    def _seconds_left(self) -> float | None:
+        """How long nothing may end before it is time to look for what hangs; None while files are at rest."""
+        return None if self._io is None else self._io.seconds_left()
 
-    def _must_go_on(self) -> bool:
-        """Give up what hangs; whether something then ended, or will."""
-        return self._io is not None and (self._io.give_up() > 0 or self._io.seconds_left() is not None)
+    def _goes_on(self, left: float | None) -> bool:
+        """After such a time, give up what hangs. False if files were at rest, and are: it is something else then."""
+        if self._io is not None and left is not None:
+            self._io.give_up()
+            return True
+        return self._seconds_left() is not None
 
     def read_out(self, source: tuple[Tier, Extent], into: Tensor, *, ready: Event | None = None) -> Ticket:
         """Copy the beginning of an extent into host memory outside all tiers (page-aligned, whole pages)."""
