@@ -162,7 +162,11 @@ def test_state_is_read_again_where_the_late_request_does_not_arrive(run: Hanging
     with pytest.raises(TransferTimeoutError) as caught:
         run.optimizer.state_dict()
     assert "from nvme to host failed; nothing is lost" in str(caught.value) and "chunk" in str(caught.value)
+    (request,) = run.engine.held
+    late = request.operation.buffer
+    late[:] = b"\x77" * len(late)
     run.assert_right()
+    assert bytes(late) == b"\x77" * len(late), "it was read into again"
     run.engine.release()
     run.assert_right()
 

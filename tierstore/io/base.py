@@ -112,7 +112,7 @@ class Engine(abc.ABC):
             if self._is_closed:
                 raise StoreClosedError(f"the {self.name} engine is closed: {describe(operation)} was not begun")
             lane = self._lane(operation.path)
-            error = not_begun(operation) if lane.is_stuck else None
+            error = not_begun(operation) if self.timed_out > self.late and lane.is_stuck else None
             requests = [] if error is not None else split(operation, self._request_size)
             progress = Progress(operation, len(requests), error)
             self._under_way[progress] = None
