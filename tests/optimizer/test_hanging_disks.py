@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import subprocess
 import threading
@@ -221,13 +222,13 @@ def frozen_disk(tmp_path: Path) -> Iterator[Path]:
     thaws = "timeout 60 cat; fsfreeze -u $0"  # whatever becomes of this process, which could not even be killed
     with subprocess.Popen(["sh", "-c", thaws, str(folder)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL):
         yield folder
-    join_workers()
     subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("engine", ["threads", "libaio", "aiofiles"])
 def test_a_disk_that_is_frozen_holds_nobody_up_and_goes_on_when_it_thaws(frozen_disk: Path, engine: str) -> None:
     open_or_skip(engine)
+    back = Returned()
     policy = small_policy(frozen_disk)
     policy["tiers"]["nvme"]["io"] = {"engine": engine, "timeout": "0.2s"}
     ours, theirs = seeded((40_000,)), seeded((40_000,))
@@ -252,6 +253,7 @@ def test_a_disk_that_is_frozen_holds_nobody_up_and_goes_on_when_it_thaws(frozen_
     optimizer.store.check()
     assert optimizer.store.stats().tiers["nvme"].quarantined_bytes > 0
     thaw(frozen_disk)
+    back.wait(optimizer.store.stats().io.timed_out)
     optimizer.store.resize("nvme", 40 * 16 * KIB)
     step(1)
     found, wanted = optimizer.state_dict()["state"][0], reference.state_dict()["state"][0]
@@ -263,6 +265,24 @@ def test_a_disk_that_is_frozen_holds_nobody_up_and_goes_on_when_it_thaws(frozen_
     assert any(thread.name.startswith("tierstore-io") for thread in threading.enumerate())
     thaw(frozen_disk)
     join_workers()
+
+
+class Returned(logging.Handler):
+    """Hears of requests that have come back late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._back = threading.Semaphore(0)
+        logging.getLogger("tierstore.io").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "has come back after all" in record.getMessage():
+            self._back.release()
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            assert self._back.acquire(timeout=PATIENCE_SECONDS)
+        logging.getLogger("tierstore.io").removeHandler(self)
 
 
 def open_or_skip(engine: str) -> None:

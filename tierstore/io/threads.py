@@ -78,7 +78,9 @@ class _Lane:
     @property
     def is_stuck(self) -> bool:
         at = self._crew.carried()
-        return bool(at) and all(request is not None and request.progress.is_given_up for request in at)
+        return bool(at) and all(
+            request is not None and request.progress.is_given_up and not request.has_ended for request in at
+        )
 
     def put(self, request: Request) -> None:
         self._crew.put(request)
