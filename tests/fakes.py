@@ -103,7 +103,7 @@ class FaultyEngine(ThreadsEngine):
         self.fail(errno.EINTR, times=times, kind=kind)
 
     def lie(self, *, nth: int = 1, times: int | None = 1, kind: Kind) -> None:
-        """Let requests succeed with other bytes: those that a write puts into the file, or a read into memory."""
+        """Let requests succeed with other bytes: those that arrive in the file, or that a read brings."""
         with self._control:
             self._lies.append(_Fault(0, kind, nth - 1, times))
 

@@ -31,10 +31,11 @@ class Crew(Generic[Job]):
         self._carried: dict[threading.Thread, Job] = {}
         self._death: BaseException | None = None  # of the last worker
         self._must_end = False
-        self._workers = [
+        self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(workers)
         ]
-        for worker in list(self._workers):
+        self._workers = list(self._threads)  # those that have not died
+        for worker in self._threads:
             worker.start()
 
     def put(self, job: Job) -> None:
@@ -58,9 +59,9 @@ class Crew(Generic[Job]):
             self._must_end = True
             self._news.notify_all()
             staying = [worker for worker in self._workers if worker in self._carried and leave(self._carried[worker])]
-            ending = [worker for worker in self._workers if worker not in staying]
-        for worker in ending:
-            worker.join()
+        for worker in self._threads:
+            if worker not in staying:
+                worker.join()
 
     def _work(self) -> None:
         try:
