@@ -25,6 +25,7 @@ from tierstore.errors import BusyStoreError, FailedStepError, LeaseError, StoreC
 from tierstore.guard import alone
 from tierstore.handed import Handed
 from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
+from tierstore.monitor import monitor_of
 from tierstore.policy import TierPolicy
 from tierstore.rules import Rule
 from tierstore.scratch import Scratch
@@ -56,6 +57,7 @@ class Held:
         """The control thread of a run beside backward, until `step()`: nobody else may come near the state."""
         self._handed: Handed | None = None
         self._lock = threading.RLock()
+        self._monitor = monitor_of(policy)
         self._has_told = False  # what of the policy does not come to bear: once is enough
         self._is_closed = False
 
@@ -146,14 +148,27 @@ class Held:
         if self._is_closed:
             raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
 
+    def end_step(self) -> None:
+        """Let the files of the policy's `monitor` and `record` be written, now that a step is over."""
+        if self._monitor is not None and self.binding is not None:
+            with self.alone():
+                self._monitor.step_ended(self.binding.store)
+
     def close(self) -> None:
         """Give back memory, files and threads; the state is gone. Idempotent."""
         with self.alone():
             self._is_closed = True
-            self._handed = self.pending = None
-            self.aside = {}
-            if self.binding is not None:
-                self.binding.close()
+            try:
+                if self._monitor is not None and self.binding is not None and not self.binding.store.is_closed:
+                    self._monitor.end(self.binding.store)
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        self._handed = self.pending = None
+        self.aside = {}
+        if self.binding is not None:
+            self.binding.close()
 
     def _tell_once(self, binding: Binding) -> None:
         if not self._has_told:

@@ -99,6 +99,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             if taking_part and not self._is_skipped():
                 self._step(taking_part, again, early)
         self._watch_gradients()
+        self._held.end_step()
         return loss
 
     def _wait_for_backward(self) -> AbstractContextManager[StepWork | None]:
