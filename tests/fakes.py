@@ -6,6 +6,8 @@ Each behaves as the real thing until told otherwise, so that a test shows in its
 from __future__ import annotations
 
 import errno
+import math
+import mmap
 import os
 import random
 import threading
@@ -67,8 +69,21 @@ class _Fault:
     times: int | None
 
 
+def _strikes(faults: list[_Fault], kind: Kind) -> int | None:
+    """The code of the fault that a request of a kind meets; None without one."""
+    for fault in faults:
+        if fault.kind not in (None, kind) or fault.times == 0:
+            continue
+        if fault.skip:
+            fault.skip -= 1
+            continue
+        fault.times = None if fault.times is None else fault.times - 1
+        return fault.code
+    return None
+
+
 class FaultyEngine(ThreadsEngine):
-    """A real engine whose requests can be made to fail, to be interrupted, to fall short, or to wait.
+    """A real engine whose requests can be made to fail, to be interrupted, to fall short, to lie, or to wait.
 
     `requests` counts the system calls that were begun. With one thread, the default, requests run strictly in order.
     """
@@ -77,9 +92,10 @@ class FaultyEngine(ThreadsEngine):
         self.requests = 0
         self._control = threading.Condition()
         self._faults: list[_Fault] = []
+        self._lies: list[_Fault] = []
         self._most_bytes: int | None = None
-        self._is_holding = False
-        self._held = 0
+        self._to_hold: list[_Fault] = []
+        self.held: list[Request] = []
         super().__init__(threads=threads, queue_depth=queue_depth, request_size=request_size)
 
     def fail(self, code: int = errno.EIO, *, nth: int = 1, times: int | None = 1, kind: Kind | None = None) -> None:
@@ -91,6 +107,11 @@ class FaultyEngine(ThreadsEngine):
         """Let the next requests be interrupted (EINTR) before they move anything."""
         self.fail(errno.EINTR, times=times, kind=kind)
 
+    def lie(self, *, nth: int = 1, times: int | None = 1, kind: Kind) -> None:
+        """Let requests succeed with other bytes: those that arrive in the file, or that a read brings."""
+        with self._control:
+            self._lies.append(_Fault(0, kind, nth - 1, times))
+
     def shorten(self, most_bytes: int | None) -> None:
         """Let each request move at most so many bytes; None ends that. 0 is what an end of file looks like."""
         with self._control:
@@ -100,56 +121,90 @@ class FaultyEngine(ThreadsEngine):
         """Forget every fault."""
         with self._control:
             self._faults.clear()
+            self._lies.clear()
             self._most_bytes = None
 
-    def hold(self) -> None:
+    def hold(self, *, nth: int = 1, times: int | None = None, kind: Kind | None = None) -> None:
         """Let requests wait from now on, each before it moves anything, until `release`."""
         with self._control:
-            self._is_holding = True
+            self._to_hold.append(_Fault(1, kind, nth - 1, times))
 
     def release(self) -> None:
         """Let go of the requests that wait."""
         with self._control:
-            self._is_holding = False
+            self._to_hold.clear()
+            self.held.clear()
+            self._control.notify_all()
+
+    def release_one(self) -> None:
+        """Let go of the request that has waited for longest."""
+        with self._control:
+            self.held.pop(0)
             self._control.notify_all()
 
     def wait_until_held(self, count: int = 1) -> None:
         """Wait until so many requests are being held; never more than there are threads."""
         with self._control:
-            assert self._control.wait_for(lambda: self._held >= count, PATIENCE_SECONDS), f"{self._held} are held"
+            enough = self._control.wait_for(lambda: len(self.held) >= count, PATIENCE_SECONDS)
+            assert enough, f"{len(self.held)} are held"
 
     def transfer(self, request: Request) -> int:
+        kind = request.operation.kind
         with self._control:
             self.requests += 1
-            self._wait_for_release()
-            code = self._next_fault(request.operation.kind)
+            if _strikes(self._to_hold, kind):
+                self._wait_for_release(request)
+            code = _strikes(self._faults, kind)
+            lies = _strikes(self._lies, kind) is not None
             most_bytes = self._most_bytes
         if code:
             raise OSError(code, os.strerror(code))
-        return self._move(request, most_bytes)
+        return self._move_falsely(request) if lies else self._move(request, most_bytes)
 
-    def _wait_for_release(self) -> None:
-        self._held += 1
+    def _wait_for_release(self, request: Request) -> None:
+        self.held.append(request)
         self._control.notify_all()
-        self._control.wait_for(lambda: not self._is_holding)
-        self._held -= 1
+        self._control.wait_for(lambda: request not in self.held)
 
-    def _next_fault(self, kind: Kind) -> int:
-        for fault in self._faults:
-            if fault.kind not in (None, kind) or fault.times == 0:
-                continue
-            if fault.skip:
-                fault.skip -= 1
-                continue
-            fault.times = None if fault.times is None else fault.times - 1
-            return fault.code
-        return 0
+    def _move_falsely(self, request: Request) -> int:
+        fd, view = request.operation.fd, request.view
+        if request.operation.kind is Kind.READ:
+            moved = os.preadv(fd, [view], request.offset)
+            view[moved // 2] ^= 1
+            return moved
+        false = memoryview(mmap.mmap(-1, len(view)))
+        false[:] = view
+        false[len(view) // 2] ^= 1
+        return os.pwritev(fd, [false], request.offset)
 
     def _move(self, request: Request, most_bytes: int | None) -> int:
         if most_bytes == 0:
             return 0
         call = os.preadv if request.operation.kind is Kind.READ else os.pwritev
         return call(request.operation.fd, [request.view[:most_bytes]], request.offset)
+
+
+class HangingEngine(FaultyEngine):
+    """A real engine whose requests are overdue as soon as they are held, and never otherwise.
+
+    Who waits looks again every few milliseconds whether any is held.
+    """
+
+    def seconds_left(self) -> float | None:
+        return None if super().seconds_left() is None else 0.002
+
+    def _quiet_seconds(self, progress: Progress, now: float) -> float:
+        return math.inf if any(request.progress is progress for request in self.held) else 0.0
+
+
+class Clock:
+    """Stands still unless it is told that time has passed."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class TokenBucketEngine(ThreadsEngine):
@@ -447,6 +502,8 @@ class HonestDevice:
 
 
 class _HonestLane:
+    is_stuck = False
+
     def __init__(self, carry: Callable[[Request], None], schedule: Schedule) -> None:
         self._carry = carry
         self._schedule = schedule
@@ -480,7 +537,7 @@ class HonestEngine(ThreadsEngine):
             self._schedule.changed.notify_all()
 
     def close(self) -> None:
-        self._schedule.wait_for(lambda: self._operations == 0)
+        self._schedule.wait_for(lambda: not self._under_way)
         super().close()
 
     def _finish(self, progress: Progress) -> None:
@@ -519,14 +576,11 @@ class HonestTransfer(TransferEngine):
     def read_out(self, source: tuple[Tier, Extent], into: Tensor, *, ready: Event | None = None) -> Ticket:
         ticket = super().read_out(source, into, ready=ready)
         self._follow(ticket, (), isinstance(source[0], FileTier))
-        wait = ticket.wait
-
-        def wait_with_others(timeout: float | None) -> None:
-            self._schedule.wait_for(ticket.is_done)
-            wait(timeout)
-
-        ticket.wait = wait_with_others  # type: ignore[method-assign]
         return ticket
+
+    def wait_for(self, ticket: Ticket, timeout: float | None) -> None:
+        self._schedule.wait_for(ticket.is_done)
+        super().wait_for(ticket, timeout)
 
     def next_ended(self, *, wait: bool, timeout: float | None = None) -> Ticket | None:
         if wait:

@@ -79,8 +79,9 @@ class Arena:
 
     @property
     def lasting(self) -> int:
-        """Extents of slabs that are not condemned."""
-        return self.capacity - self.condemned
+        """Extents of slabs that are not condemned, without those in quarantine."""
+        lost = sum(self._is_open(extent.slab) for extent in self._quarantined)
+        return self.capacity - self.condemned - lost
 
     @property
     def condemned(self) -> int:
@@ -170,6 +171,10 @@ class Arena:
         """The extents of a slab that are not free."""
         return frozenset(extent for extent in self._owned | self._draining | self._quarantined if extent.slab == slab)
 
+    def has_quarantined(self, slab: int) -> bool:
+        """Whether an extent of a slab is in quarantine, so that the slab can never be given back."""
+        return any(extent.slab == slab for extent in self._quarantined)
+
     def is_condemned(self, extent: Extent) -> bool:
         """Whether the extent, once it is free, will not be taken any more."""
         return extent.slab in self._idle
@@ -222,7 +227,7 @@ class Arena:
         self._draining.add(extent)
 
     def quarantine(self, extent: Extent) -> None:
-        """Never use an owned extent again."""
+        """Never use an owned extent again, as a request that was given up may still write to it."""
         self._leave(self._owned, extent)
         self._quarantined.add(extent)
 

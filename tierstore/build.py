@@ -260,8 +260,9 @@ class Plant:
             return MemoryTier(
                 name, self.parts.host_for(self.parameters_on, pin_memory=self._pins_memory()), extent_bytes
             )
-        assert self.policy.tiers.nvme is not None and engine is not None
-        tier = FileTier(name, _open_files(self.policy.tiers.nvme, engine), extent_bytes)
+        nvme = self.policy.tiers.nvme
+        assert nvme is not None and engine is not None
+        tier = FileTier(name, _open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
         try:
             for file in tier.files:
                 engine.prepare(file.path)
@@ -323,6 +324,7 @@ class Plant:
                 choice.value for choice in (self.tuning.threads, self.tuning.queue_depth, self.tuning.request_size)
             )
         engine = self.parts.open_engine(io.engine, threads=threads, queue_depth=depth, request_size=size)
+        engine.timeout_seconds = io.timeout
         if io.direct is True and not engine.supports_direct:
             engine.close()
             raise PolicyError(
@@ -402,9 +404,7 @@ def _wants_direct(nvme: NvmeTier) -> bool | None:
 
 
 def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
-    direct = _wants_direct(nvme)
-    if not engine.supports_direct:
-        direct = False
+    direct = _wants_direct(nvme) if engine.supports_direct else False
     files: list[SwapFile] = []
     with ExitStack() as undo:
         for folder in swap_folders(nvme.paths):
@@ -417,5 +417,4 @@ def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
 def _io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
     if engine is None or not isinstance(tier, FileTier):
         return IoStats("none", direct=False, paths=())
-    is_direct = all(file.direct for file in tier.files)
-    return IoStats(engine.name, direct=is_direct, paths=tuple(str(file.folder) for file in tier.files))
+    return IoStats(engine.name, all(file.direct for file in tier.files), tier.paths, tier.keeps_sums)

@@ -7,7 +7,8 @@ TierstoreError
 +-- SwapError (OSError)                 a swap folder or file cannot be used; `errno` and `filename` are set
 |   +-- DiskFullError                   the bytes to reserve are not free; the disk is left as it was
 |   +-- TransferError                   a read or a write of a chunk failed, its source is still valid
-|       +-- TransferTimeoutError        it took longer than io.timeout
+|       +-- TransferTimeoutError        it is given up after io.timeout: what it may still write to is quarantined
+|       +-- ChecksumError               twice other bytes were read than had been written (io.checksum)
 +-- TransferCancelledError              a transfer never began, because one it had to follow failed
 +-- AlignmentError (ValueError)         a direct request whose address, offset or length is not a multiple of 4096
 +-- EngineUnavailableError (ImportError)  the engine asked for cannot run on this machine
@@ -58,7 +59,11 @@ class TransferError(SwapError):
 
 
 class TransferTimeoutError(TransferError):
-    """A transfer was not done within `io.timeout`."""
+    """A transfer was given up because nothing was heard of it for `io.timeout`; it may come back late."""
+
+
+class ChecksumError(TransferError):
+    """What was read, twice, is not what had been written; the copy that it was read from is damaged."""
 
 
 class TransferCancelledError(TierstoreError):

@@ -118,7 +118,7 @@ class IoSettings(_Section):
     queue_depth: QueueDepth = "auto"
     request_size: RequestSize = "auto"
     direct: AutoSwitch = "auto"
-    checksum: Annotated[bool, Choice(later=(True,))] = False
+    checksum: Switch = False
     timeout: Seconds = 60.0
 
 

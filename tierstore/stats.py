@@ -30,6 +30,7 @@ _BUCKETS = _BUCKETS_PER_DECADE * 9  # 1 us to 1,000 s
 class TierStats:
     """One tier now; `peak_bytes` is the most it ever had in use, `bytes_written` what was moved into it in all.
 
+    `quarantined_bytes` are lost to it, and not part of its capacity: a request that was given up may yet write there.
     A policy without a cpu tier may yet have one here, for staging: chunks pass through it, and some are kept in it.
     """
 
@@ -38,6 +39,7 @@ class TierStats:
     peak_bytes: int
     chunks: int
     bytes_written: int = 0
+    quarantined_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,19 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class IoStats:
-    """What swap files are read and written with."""
+    """What swap files are read and written with, and what went wrong with that.
+
+    `timed_out` counts reads and writes given up after `io.timeout`, `late` those of them that came back after all,
+    `misread` requests whose checksum was right only when they were read once more.
+    """
 
     engine: str
     direct: bool
     paths: tuple[str, ...]
+    checksum: bool = False
+    timed_out: int = 0
+    late: int = 0
+    misread: int = 0
 
 
 @dataclass(frozen=True, slots=True)

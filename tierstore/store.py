@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tierstore.errors import CapacityError, FailedStepError, InvariantError, LeaseError, StoreClosedError
+from tierstore.errors import (
+    CapacityError,
+    FailedStepError,
+    InvariantError,
+    LeaseError,
+    StoreClosedError,
+    TransferError,
+)
 from tierstore.execution import ChunkInfo, Execution, Use
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.guard import Guarded
@@ -173,7 +180,8 @@ class ChunkStore(Guarded):
     def read_record(self, chunk: int, into: Tensor) -> bool:
         """Copy a chunk's record into host memory (uint8, its record bytes, page-aligned); move nothing.
 
-        Returns False, and copies nothing, while the chunk is fresh. Works after a failed step too.
+        Returns False, and copies nothing, while the chunk is fresh. Works after a failed step too. After an error
+        `into` must not be used again: a request that was given up may write to it yet.
         """
         with self._entered():
             self._traffic.wait_until_over(chunk)  # the extent it leaves may be promised, and filled once it has left
@@ -184,7 +192,10 @@ class ChunkStore(Guarded):
                 raise InvariantError(f"{self._describe(chunk)} has stopped moving and is still {place}")
             where = self.setup.tiers[place.tier], place.extent
             ticket = self.setup.transfer.read_out(where, into, ready=self._traffic.last_use.get(chunk))
-            ticket.wait(self.setup.timeout_seconds)
+            try:
+                self.setup.transfer.wait_for(ticket, self.setup.timeout_seconds)
+            except TransferError as error:
+                raise self._traffic.explain(chunk, ticket.route, error) from error
             return True
 
     def count_write_wait(self, seconds: float) -> None:
@@ -227,7 +238,7 @@ class ChunkStore(Guarded):
             tier = self.setup.tiers[name]
             before, slab = tier.arena.capacity, max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
             slower = self._line[self._line.index(name) + 1 :] if extents > before else ()
-            rooms = self._rooms() | {name: Room(extents, name in self.setup.homes)}
+            rooms = self._rooms() | {name: Room(extents - tier.arena.quarantined, name in self.setup.homes)}
             homes = self._homes_for(self._infos, rooms, anew=slower)
             tier.grow(max(0, extents - before), slab_extents=slab)
             try:
@@ -251,6 +262,7 @@ class ChunkStore(Guarded):
         """Empty and give back slabs from the last on, as long as `extents` are left."""
         try:
             while tier.arena.slabs and sum(tier.arena.slabs[:-1]) >= extents:
+                tier.check_last_slab(extents)
                 for extent in tier.arena.condemn_last():
                     self._vacate(tier, Resident(tier.name, extent))
                 tier.shrink()
@@ -366,7 +378,7 @@ class ChunkStore(Guarded):
             chunks = Counter(self._ledger.bound_for(chunk) for chunk in self._ledger)
             tiers = {name: tier.stats(chunks[name]) for name, tier in self.setup.tiers.items()}
             paths = {folder: one for each in self._traffic.striping.values() for folder, one in each.stats().items()}
-            return self._traffic.recorder.snapshot(tiers, self.setup.io, paths)
+            return self._traffic.recorder.snapshot(tiers, self.setup.transfer.io_stats(self.setup.io), paths)
 
     def residency(self) -> dict[int, str | None]:
         """The tier that each chunk is in or bound for, None while it is fresh. May be called within a run."""

@@ -105,13 +105,14 @@ class Striping:
     def give_back(self) -> None:
         """Give back the slabs that were to empty themselves, as far as they have; a file is cut at its end only.
 
-        One that is no longer near the end of its file, because the tier has grown meanwhile, stays.
+        One that is no longer near the end of its file, because the tier has grown meanwhile, or that a request which
+        was given up may still write to, stays.
         """
         arena = self._tier.arena
         waiting: list[int] = []
         for slab in self._condemned:
             path = arena.path_of(slab)
-            if max(arena.slabs_on(path), default=-1) > slab:
+            if max(arena.slabs_on(path), default=-1) > slab or arena.has_quarantined(slab):
                 arena.reprieve(slab)
             elif arena.in_use(slab) or path in map(arena.path_of, waiting):
                 waiting.append(slab)

@@ -17,6 +17,7 @@ import os
 import secrets
 import stat
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,9 @@ class SwapFile:
         self.folder = folder
         self.path = f"{folder}/tierstore-{os.getpid()} (unnamed)"
         self.size_bytes = 0
+        self._lock = threading.Lock()
+        self._lost = 0  # requests that were given up, and may use the descriptor yet
+        self._is_closed = False
         self.fd = _open_unnamed(folder)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.fd)
         try:
@@ -103,12 +107,35 @@ class SwapFile:
         self.size_bytes -= nbytes
 
     def close(self) -> None:
-        """Give everything back to the disk. Idempotent; the engine must be done with the file."""
+        """Give everything back to the disk. Idempotent; the engine must be done with the file.
+
+        One that is kept open stays until it no longer is, and so does its space on the disk.
+        """
+        with self._lock:
+            self._is_closed = True
+            is_kept = self._lost > 0
+        if not is_kept:
+            self._close_now()
+
+    def keep_open(self) -> None:
+        """Let the descriptor outlast `close`, as a request that does not come back may use it. From any thread."""
+        with self._lock:
+            self._lost += 1
+
+    def may_be_closed(self) -> None:
+        """Take one `keep_open` back, even before it."""
+        with self._lock:
+            self._lost -= 1
+            is_due = self._is_closed and self._lost == 0
+        if is_due:
+            self._close_now()
+
+    def _close_now(self) -> None:
         self._finalizer()
         self.fd, self.size_bytes = -1, 0
 
     def _check(self, nbytes: int) -> None:
-        if self.fd < 0:
+        if self._is_closed:
             raise StoreClosedError(f"{self.path} is closed")
         if nbytes <= 0 or nbytes % ALIGNMENT:
             raise AlignmentError(f"{self.path} grows and shrinks by multiples of {ALIGNMENT} bytes, not by {nbytes}")

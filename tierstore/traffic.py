@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping
 
 from tierstore.arena import Arena
 from tierstore.device import Event
-from tierstore.errors import InvariantError, TierstoreError, TransferCancelledError, TransferError, TransferTimeoutError
+from tierstore.errors import (
+    ChecksumError,
+    InvariantError,
+    TierstoreError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+)
 from tierstore.flights import Flight, Flights
 from tierstore.plan import Move
 from tierstore.residency import Ledger, Moving, Resident
@@ -255,9 +262,9 @@ class Traffic:
         assert flight.ticket is not None and flight.source is not None
         error = flight.ticket.error()
         if error is not None:
-            self._let_fall(flight)
+            self._let_fall(flight, is_lost=isinstance(error, TransferTimeoutError))
             if not isinstance(error, TransferCancelledError):
-                self._errors.append(self._explain(flight.chunk, flight.source, flight.destination, error))
+                self._errors.append(self.explain(flight.chunk, flight.ticket.route, error))
             return
         source = self.ledger.commit_move(flight.chunk)
         self.last_use.pop(flight.chunk, None)
@@ -270,22 +277,31 @@ class Traffic:
             args = {"chunk": flight.chunk, "bytes": ticket.nbytes}
             self.trace.add(route, f"chunk {flight.chunk}", began, began + ticket.seconds, **args)
 
-    def _let_fall(self, flight: Flight) -> None:
-        """Undo a flight and all that counted on it; every source stays the valid copy."""
+    def _let_fall(self, flight: Flight, *, is_lost: bool = False) -> None:
+        """Undo a flight and all that counted on it; every source stays the valid copy.
+
+        One that is `lost` may yet put its bytes where it was to put them, and nothing else may ever be there.
+        """
         fallen = self._flights.fall(flight)
         for chunk, hops in Counter(one.chunk for one in fallen if one.source is not None).items():
             self.ledger.abort_move(chunk, hops)
         for one in fallen:
-            if one.owns_destination:
+            if is_lost and one is flight:
+                self.tiers[one.destination.tier].arena.quarantine(one.destination.extent)
+            elif one.owns_destination:
                 self.tiers[one.destination.tier].release(one.destination.extent)
 
-    def _explain(self, chunk: int, source: Resident, destination: Resident, error: TierstoreError) -> TierstoreError:
+    def explain(self, chunk: int, route: tuple[str, str], error: TierstoreError) -> TierstoreError:
         """Add to a transfer's error which chunk it hit and what has become of it."""
         if not isinstance(error, TransferError):
             return error
+        source, destination = route
+        if isinstance(error, ChecksumError):
+            state = f"its only copy, in {source}, is damaged: load state from a checkpoint"
+        else:
+            state = f"nothing is lost, its copy in {source} is still the valid one"
         text = (
-            f"moving {self.describe(chunk)} from {source.tier} to {destination.tier} failed; nothing is lost, its copy "
-            f"in {source.tier} is still the valid one: {error.strerror or error}"
+            f"moving {self.describe(chunk)} from {source} to {destination} failed; {state}: {error.strerror or error}"
         )
         explained = type(error)(error.errno, text, error.filename)
         explained.__cause__ = error
@@ -311,7 +327,7 @@ class Traffic:
             if len(owned) != tier.arena.owned or not all(tier.arena.is_owned(place.extent) for place in owned):
                 raise InvariantError(f"tier {name} counts {tier.arena.owned} owned extents, the ledger {len(owned)}")
             homes = sum(self.ledger.home(chunk) == name for chunk in self.ledger)
-            if homes > tier.arena.lasting:
+            if homes > tier.arena.lasting + tier.arena.quarantined:  # what is lost was somebody's home
                 raise InvariantError(f"tier {name} is home to {homes} chunks but has {tier.arena.lasting} extents")
         self._check_hops()
 

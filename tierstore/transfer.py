@@ -1,5 +1,8 @@
 """Runs one copy between extents of two neighbouring tiers and returns a ticket. Decides nothing, retries nothing.
 
+Whoever waits here gives up what hangs: a ticket whose error is a TransferTimeoutError stands for bytes that may arrive
+late, so that what they would arrive in must never be used again. What they come from may: reading does no harm.
+
 A transfer begins when all transfers it was told to follow have succeeded; if one of them failed it never begins, and
 fails with TransferCancelledError. Copies between host memory and a file are the engine's; copies between host memory
 and a device run on one stream and one thread per direction, so that both directions of the link are busy. Tickets
@@ -10,91 +13,28 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from tierstore.arena import Extent
 from tierstore.device import Device, Event, HostDevice
 from tierstore.errors import (
-    StoreClosedError,
     TierstoreError,
     TransferCancelledError,
     TransferError,
     TransferTimeoutError,
 )
 from tierstore.io import Engine, Kind, Operation
+from tierstore.lanes import Copy, Lane
+from tierstore.stats import IoStats
+from tierstore.tickets import Ticket, as_transfer_error
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.trace import Trace
 
-COPIES_IN_FLIGHT = 2
-"""Copies queued on one stream at a time: enough that the next begins while the host hears of the last."""
-
-
-class Ticket:
-    """The handle of one transfer."""
-
-    def __init__(self, route: tuple[str, str], nbytes: int) -> None:
-        self.route = route
-        self.nbytes = nbytes
-        self.began_seconds = 0.0  # when it could begin, by `time.perf_counter`; 0 until then
-        self.seconds = 0.0  # from then to the moment its bytes had landed
-        self._error: TierstoreError | None = None
-        self._is_done = False
-        self._lock = threading.Lock()
-        self._heard: list[Callable[[Ticket], None]] = []  # empty once it is done: what they hold is memory of tiers
-
-    def is_done(self) -> bool:
-        """Whether it has landed or failed."""
-        return self._is_done
-
-    def error(self) -> TierstoreError | None:
-        """Why a done transfer failed, or None."""
-        assert self.is_done()
-        return self._error
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """When a done transfer could begin, and when its bytes had landed, as `time.perf_counter` tells them."""
-        return self.began_seconds, self.began_seconds + self.seconds
-
-    def wait(self, timeout: float | None) -> None:
-        """Block until it has landed. Raises what stopped it, or TransferTimeoutError after `timeout` seconds."""
-        done = threading.Event()  # made here: most tickets are asked or heard of, and an event costs as much as they
-        self.when_done(lambda _: done.set())
-        if not done.wait(timeout):
-            raise TransferTimeoutError(
-                f"moving {self.nbytes:,} bytes from {self.route[0]} to {self.route[1]} took longer than {timeout} s "
-                f"(tiers.nvme.io.timeout)"
-            )
-        if self._error is not None:
-            raise self._error
-
-    def when_done(self, heard: Callable[[Ticket], None]) -> None:
-        """Call `heard`, which must not raise, once it is done, on whatever thread that is; at once if it is done."""
-        with self._lock:
-            if not self.is_done():
-                self._heard.append(heard)
-                return
-        heard(self)
-
-    def begin(self) -> None:
-        """Start its clock."""
-        self.began_seconds = time.perf_counter()
-
-    def resolve(self, error: TierstoreError | None) -> None:
-        """Say that it has landed, or why it failed."""
-        self.seconds = time.perf_counter() - self.began_seconds if self.began_seconds else 0.0
-        self._error = error
-        with self._lock:
-            self._is_done = True
-            heard, self._heard = self._heard, []
-        for one in heard:
-            one(self)
+__all__ = ["Ticket", "TransferEngine"]
 
 
 @dataclass
@@ -130,7 +70,7 @@ def _go(ticket: Ticket, start: Callable[[], None]) -> None:
     except TierstoreError as error:
         ticket.resolve(error)
     except BaseException as error:  # a worker must go on: the ticket carries it
-        ticket.resolve(_as_transfer_error(error, ticket))
+        ticket.resolve(as_transfer_error(error, ticket))
 
 
 class TransferEngine:
@@ -139,7 +79,7 @@ class TransferEngine:
     def __init__(self, io: Engine | None, accelerator: Device | None = None) -> None:
         self._io = io
         self._accelerator = accelerator
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._ended: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._trace: Trace | None = None
 
@@ -178,12 +118,35 @@ class TransferEngine:
     def next_ended(self, *, wait: bool, timeout: float | None = None) -> Ticket | None:
         """Get the ticket of a submitted transfer that has landed or failed, each once; one before those that follow it.
 
-        Returns None when there is none yet, or (with `wait`) none for `timeout` seconds.
+        Returns None when there is none yet, or (with `wait`) none for `timeout` seconds though files are at rest: while
+        something moves between them and memory it is the engine that knows how long is too long.
         """
-        try:
-            return self._ended.get(wait, timeout)
-        except queue.Empty:
-            return None
+        while True:
+            left = self._seconds_left()
+            try:
+                return self._ended.get(wait, timeout if left is None else left)
+            except queue.Empty:
+                if not wait or not self._goes_on(left):
+                    return None
+
+    def wait_for(self, ticket: Ticket, timeout: float | None) -> None:
+        """Block until a transfer has landed. Raises what stopped it, or TransferTimeoutError as `next_ended` says."""
+        goes_on = True
+        while goes_on:
+            left = self._seconds_left()
+            goes_on = not ticket.wait_until_done(timeout if left is None else left) and self._goes_on(left)
+        ticket.raise_error(timeout)
+
+    def _seconds_left(self) -> float | None:
+        """How long nothing may end before it is time to look for what hangs; None while files are at rest."""
+        return None if self._io is None else self._io.seconds_left()
+
+    def _goes_on(self, left: float | None) -> bool:
+        """After such a time, give up what hangs. False if files were at rest, and are: it is something else then."""
+        if self._io is not None and left is not None:
+            self._io.give_up()
+            return True
+        return self._seconds_left() is not None
 
     def read_out(self, source: tuple[Tier, Extent], into: Tensor, *, ready: Event | None = None) -> Ticket:
         """Copy the beginning of an extent into host memory outside all tiers (page-aligned, whole pages)."""
@@ -194,14 +157,22 @@ class TransferEngine:
             start: Callable[[], None] = lambda: self._file(Kind.READ, tier, extent, memory, ticket, ready)  # noqa: E731
         else:
             assert isinstance(tier, MemoryTier)
-            copy = _Copy(into, tier.bytes_at(extent, into.numel()), ticket, ready)
+            copy = Copy(into, tier.bytes_at(extent, into.numel()), ticket, ready)
             lane = self._lane(*ticket.route)
             start = lambda: lane.put(copy)  # noqa: E731
         _go(ticket, start)
         return ticket
 
+    def io_stats(self, still: IoStats) -> IoStats:
+        """Add what went wrong with files so far to what is known of them."""
+        io = self._io
+        return still if io is None else replace(still, timed_out=io.timed_out, late=io.late, misread=io.misread)
+
     def close(self) -> None:
-        """Let what was submitted end, on the accelerator too, and stop the workers. Idempotent."""
+        """Let what was submitted end, on the accelerator too, and stop the workers. Idempotent.
+
+        What hangs is given up; whoever owns memory and files of it must not take them from it (`SwapFile.keep_open`).
+        """
         with ExitStack() as closing:  # the last one first, and all of them whatever one of them raises
             if self._accelerator is not None:
                 closing.callback(self._accelerator.close)
@@ -221,7 +192,7 @@ class TransferEngine:
         (one, extent), (other, place) = source, destination
         if isinstance(one, MemoryTier) and isinstance(other, MemoryTier):
             lane = self._lane(one.name, other.name)
-            return lambda: lane.put(_Copy(other.bytes_at(place, nbytes), one.bytes_at(extent, nbytes), ticket, ready))
+            return lambda: lane.put(Copy(other.bytes_at(place, nbytes), one.bytes_at(extent, nbytes), ticket, ready))
         if isinstance(one, MemoryTier) and isinstance(other, FileTier):
             return lambda: self._file(Kind.WRITE, other, place, one.memory_at(extent, nbytes), ticket, ready)
         if isinstance(one, FileTier) and isinstance(other, MemoryTier):
@@ -235,100 +206,20 @@ class TransferEngine:
             ready.wait()
         assert self._io is not None  # a file tier is never built without an engine
         file, offset = tier.range_at(extent)
-        self._io.submit(Operation(kind, file.fd, file.path, offset, memory, file.direct, ticket.resolve))
 
-    def _lane(self, source: str, destination: str) -> _Lane:
+        def done(error: TransferError | None) -> None:
+            if isinstance(error, TransferTimeoutError):
+                file.keep_open()
+            ticket.resolve(error)
+
+        sums = tier.begin_sums(extent) if kind is Kind.WRITE else tier.sums_of(extent)
+        self._io.submit(
+            Operation(kind, file.fd, file.path, offset, memory, file.direct, done, sums, late=file.may_be_closed)
+        )
+
+    def _lane(self, source: str, destination: str) -> Lane:
         name = f"{source}-{destination}"
         if name not in self._lanes:
-            self._lanes[name] = _Lane(name, self._accelerator or HostDevice())
+            self._lanes[name] = Lane(name, self._accelerator or HostDevice())
             self._lanes[name].trace = self._trace
         return self._lanes[name]
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    destination: Tensor
-    source: Tensor
-    ticket: Ticket
-    ready: Event | None
-
-
-class _Lane:
-    """One direction of the link between host and device: a stream, and a thread that feeds it and hears its events."""
-
-    def __init__(self, name: str, device: Device) -> None:
-        self.trace: Trace | None = None
-        self._free_seconds = 0.0  # when the last copy ended: they are done one after another
-        self._stream = device.copy_stream(name)
-        self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=f"tierstore-{name}", daemon=True)
-        self._thread.start()
-
-    def put(self, copy: _Copy) -> None:
-        with self._lock:
-            if self._is_closed:
-                raise StoreClosedError("the store is closed: no more copies")
-            self._copies.put(copy)
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._copies.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        in_flight: deque[tuple[Event, _Copy]] = deque()
-        is_open = True
-        while is_open or in_flight:
-            copy = self._next(block=not in_flight) if is_open and len(in_flight) < COPIES_IN_FLIGHT else _NOTHING_YET
-            if copy is None:
-                is_open = False
-            elif isinstance(copy, _Copy):
-                self._begin(copy, in_flight)
-            elif in_flight:
-                self._end(*in_flight.popleft())
-
-    def _next(self, *, block: bool) -> _Copy | _NothingYet | None:
-        try:
-            return self._copies.get(block)
-        except queue.Empty:
-            return _NOTHING_YET
-
-    def _begin(self, copy: _Copy, in_flight: deque[tuple[Event, _Copy]]) -> None:
-        try:
-            if copy.ready is not None:
-                self._stream.wait(copy.ready)
-            self._stream.copy(copy.destination, copy.source)
-            in_flight.append((self._stream.record(), copy))
-        except BaseException as error:
-            copy.ticket.resolve(_as_transfer_error(error, copy.ticket))
-
-    def _end(self, event: Event, copy: _Copy) -> None:
-        try:
-            event.wait()
-        except BaseException as error:
-            copy.ticket.resolve(_as_transfer_error(error, copy.ticket))
-        else:
-            self._tell(copy.ticket)
-            copy.ticket.resolve(None)
-
-    def _tell(self, ticket: Ticket) -> None:
-        began, self._free_seconds = max(ticket.began_seconds, self._free_seconds), time.perf_counter()
-        if self.trace is not None:
-            self.trace.add(self._thread.name, "copy", began, self._free_seconds, bytes=ticket.nbytes)
-
-
-class _NothingYet:
-    """What a lane finds in an empty queue."""
-
-
-_NOTHING_YET = _NothingYet()
-
-
-def _as_transfer_error(error: BaseException, ticket: Ticket) -> TierstoreError:
-    source, destination = ticket.route
-    failed = TransferError(f"copying {ticket.nbytes:,} bytes from {source} to {destination} failed: {error!r}")
-    failed.__cause__ = error
-    return failed

@@ -44,18 +44,23 @@ TIERS = pytest.mark.parametrize("tiers", ["cpu nvme", "gpu cpu nvme"])
 class Run:
     """A training run on an engine that can be made to fail, beside torch's, which cannot."""
 
+    engine_class: ClassVar[type[FaultyEngine]] = FaultyEngine
+    io: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, folder: Path, tiers: str = "cpu nvme", threads: int = 1) -> None:
         engines: list[FaultyEngine] = []
 
         def open_engine(*_: Any, **__: Any) -> FaultyEngine:
-            engines.append(FaultyEngine(threads=threads, request_size=16 * KIB))
+            engines.append(self.engine_class(threads=threads, request_size=16 * KIB))
             return engines[-1]
 
         class OnFaultyDisk(TieredAdamW):
             parts: ClassVar[Parts] = Parts(open_engine=open_engine)
 
         self.parameters: list[nn.Parameter] = seeded(*SHAPES)
-        self.optimizer = OnFaultyDisk(self.parameters, lr=1e-2, policy=small_policy(folder, tiers.split()))
+        policy = small_policy(folder, tiers.split())
+        policy["tiers"]["nvme"]["io"] = self.io
+        self.optimizer = OnFaultyDisk(self.parameters, lr=1e-2, policy=policy)
         self.theirs = seeded(*SHAPES)
         self.reference = torch.optim.AdamW(self.theirs, lr=1e-2, fused=True)
         self.count = 0

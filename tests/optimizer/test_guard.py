@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fakes import PATIENCE_SECONDS, FaultyEngine
+from tests.fakes import PATIENCE_SECONDS, FaultyEngine, HangingEngine
 from tierstore import TieredAdamW, TieredStore
 from tierstore.build import Parts
 from tierstore.device import HostDevice
@@ -144,12 +144,12 @@ def test_an_optimizer_forgotten_on_one_of_its_own_workers_is_closed_by_another_t
 
 
 def test_state_read_again_after_a_timeout_is_not_what_the_late_request_brings(tmp_path: Path) -> None:
-    engine = FaultyEngine(threads=2)
+    engine = HangingEngine(threads=2)
 
     class SlowAdamW(TieredAdamW):
         parts = Parts(open_engine=lambda *_, **__: engine)
 
-    with SlowAdamW(parameters(), policy=policy(tmp_path, timeout="50ms")) as optimizer:
+    with SlowAdamW(parameters(), policy=policy(tmp_path)) as optimizer:
         optimizer.step()
         optimizer.store.wait()
         expected = optimizer.state_dict()["state"]

@@ -268,7 +268,10 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.arena.available == self.expected_available(0, 1, 2)
         assert [self.arena.has_room(path) for path in range(3)] == [self.expected_available(p) > 0 for p in range(3)]
         assert self.arena.free == total - len(self.states)
-        assert self.arena.lasting == total - sum(self.slabs[slab][1] for slab in self.condemned)
+        lost = sum(extent.slab not in self.condemned for extent in self.held("quarantined"))
+        assert self.arena.lasting == total - sum(self.slabs[slab][1] for slab in self.condemned) - lost
+        for slab in self.slabs:
+            assert self.arena.has_quarantined(slab) == any(one.slab == slab for one in self.held("quarantined"))
         assert self.arena.owned == len(self.held("owned"))
         assert self.arena.draining == len(self.held("draining"))
         assert self.arena.quarantined == len(self.held("quarantined"))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes import FaultyEngine
+from tests.fakes import Clock, FaultyEngine
 from tests.simulator import RECORD_BYTES, DistantTier, RandomTransfer
 from tierstore import TieredStore, cores
 from tierstore.build import Parts
@@ -25,16 +25,6 @@ from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup
 from tierstore.tiers import MemoryTier, Tier
 from tierstore.transfer import Ticket
-
-
-class Clock:
-    """Stands still unless it is told that time has passed."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class InOrder(RandomTransfer):

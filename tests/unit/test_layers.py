@@ -18,7 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "plan", "sparing"),
     "do": (
         *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
-        *("calibrate", "tiers", "transfer"),
+        *("calibrate", "tiers", "tickets", "lanes", "transfer"),
     ),
     "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (

@@ -182,6 +182,7 @@ def test_capacity_is_read(tier, text, capacity):
         ("tiers.nvme.io.request_size", "1MiB", 1 << 20),
         ("tiers.nvme.io.direct", True, True),
         ("tiers.nvme.io.checksum", False, False),
+        ("tiers.nvme.io.checksum", True, True),
         ("tiers.nvme.io.timeout", 5, 5.0),
         ("tiers.nvme.io.timeout", 0.25, 0.25),
         ("tiers.nvme.io.timeout", "60s", 60.0),
@@ -378,7 +379,7 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("tiers.nvme.io.threads", [*COUNTS, 1025], "allowed: auto, or a whole number from 1 to 1024"),
     ("tiers.nvme.io.queue_depth", [*COUNTS, 65537], "allowed: auto, or a whole number from 1 to 65536"),
     ("tiers.nvme.io.direct", WORDS, "allowed: auto, true, false"),
-    ("tiers.nvme.io.checksum", WORDS, "allowed: false"),
+    ("tiers.nvme.io.checksum", WORDS, "allowed: true, false"),
     ("tiers.nvme.io.timeout", TIMES, "allowed: seconds as 60, 60s, 500ms or 2min, above 0 and at most 24h"),
     ("tiers.nvme.paths", PATHS, "allowed: auto, or a list of folders, as [/mnt/nvme0, /mnt/nvme1]"),
     ("placement", LISTS, "allowed: a list of rules, as [{params: '*embed*', tier: cpu}]"),
@@ -456,10 +457,6 @@ def test_wrong_value_names_path_found_and_allowed(path, value, allowed):
         (
             {"tiers": {"nvme": {}}, "placement": [{"params": "*", "tier": "cpu"}]},
             "placement.0.tier: found 'cpu'; allowed: a tier of this policy (nvme)",
-        ),
-        (
-            with_setting("tiers.nvme.io.checksum", True),
-            "tiers.nvme.io.checksum: found true, in the schema but not in this release",
         ),
         (with_setting("state.master", "half"), "state.master: found 'half'; allowed: auto, none, float32, split"),
         (with_setting("state.moments", "bfloat16"), "state.moments: found 'bfloat16'; allowed: float32, parameter"),
@@ -627,6 +624,7 @@ io_settings = st.fixed_dictionaries(
         "threads": st.just("auto") | st.integers(1, 1024),
         "request_size": st.just("auto") | st.integers(1, 2**20).map(lambda blocks: blocks * 4096),
         "direct": switches,
+        "checksum": st.booleans(),
         "timeout": st.floats(0, 86400, exclude_min=True) | st.integers(1, 10**6).map(lambda ms: f"{ms}ms"),
     },
 )

@@ -131,7 +131,8 @@ def test_dict_is_what_json_gives_back():
     recorder.record_step(StepStats(1, 1.0, 0.5, 0.25, 10, 0))
     found = recorder.snapshot(TIERS, IO).to_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    tier = {"capacity_bytes": 8, "used_bytes": 4, "peak_bytes": 6, "chunks": 2, "bytes_written": 0}
+    tier = {"capacity_bytes": 8, "used_bytes": 4, "peak_bytes": 6, "chunks": 2}
+    tier |= {"bytes_written": 0, "quarantined_bytes": 0}
     assert found["tiers"] == {"cpu": tier}
     assert list(found["routes"]["cpu->nvme"]) == [item.name for item in dataclasses.fields(RouteStats)]
     assert found["step"] == {
@@ -146,7 +147,11 @@ def test_dict_is_what_json_gives_back():
         "bound": "read",
     }
     assert found["last_step"] == found["step"]
-    assert found["io"] == {"engine": "threads", "direct": True, "paths": ["/mnt/a", "/mnt/b"]}
+    incidents = {"timed_out": 0, "late": 0, "misread": 0}
+    assert found["io"] == {
+        **{"engine": "threads", "direct": True, "paths": ["/mnt/a", "/mnt/b"], "checksum": False},
+        **incidents,
+    }
 
 
 def test_what_was_written_to_a_tier_is_what_was_moved_there():

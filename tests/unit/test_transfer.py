@@ -325,3 +325,21 @@ def test_device_has_come_to_rest_when_transfers_are_closed() -> None:
     gpu.launch(lambda: ran.append("launched"))
     TransferEngine(None, gpu).close()
     assert ran == ["launched"]
+
+
+def test_thread_of_a_lane_that_dies_fails_what_it_had_and_what_comes_and_no_other_lane(bench: Bench) -> None:
+    """It dies between taking a copy and knowing it; the stream of the honest device has others under way."""
+    if isinstance(bench.tiers["gpu"].device, HonestDevice):  # type: ignore[attr-defined]
+        bench.tiers["gpu"].device.schedule.eagerness = 0.0  # type: ignore[attr-defined]
+    wait(bench.copy(bench.place("cpu", 1), bench.place("gpu", 0)))
+    (lane,) = (thread for thread in threading.enumerate() if thread.name == "tierstore-cpu-gpu")
+    assert lane.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(lane.ident), ctypes.py_object(SystemExit))
+    tickets = [bench.copy(bench.place("cpu", 2), bench.place("gpu", 0)) for _ in range(2)]
+    lane.join(PATIENCE_SECONDS)
+    source = bench.place("cpu", 3)
+    wait(bench.copy(source, bench.place("nvme")))
+    tickets.append(bench.copy(source, bench.place("gpu", 0)))
+    for ticket in tickets:
+        with pytest.raises(TransferError, match=r"from cpu to gpu failed: the thread for it died of SystemExit"):
+            wait(ticket)

@@ -19,11 +19,12 @@ from tests.fakes import HonestDevice, HonestTransfer, PoisoningDevice, Schedule,
 from tests.trial import CHUNKS, Trial, WrongBytesError
 from tierstore.device import Event
 from tierstore.flights import Flight
+from tierstore.lanes import Lane
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup
 from tierstore.tiers import MemoryTier, Tier
 from tierstore.traffic import Traffic
-from tierstore.transfer import Ticket, TransferEngine, _Lane
+from tierstore.transfer import Ticket, TransferEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
@@ -97,14 +98,14 @@ Breaker = Callable[[pytest.MonkeyPatch], None]
 
 
 def without_copy_waiting_for_the_update(patch: pytest.MonkeyPatch) -> None:
-    begin = _Lane._begin
+    begin = Lane._begin
     patch.setattr(
-        _Lane, "_begin", lambda lane, copy, in_flight: begin(lane, dataclasses.replace(copy, ready=None), in_flight)
+        Lane, "_begin", lambda lane, copy, in_flight: begin(lane, dataclasses.replace(copy, ready=None), in_flight)
     )
 
 
 def without_hearing_the_copy_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Lane, "_end", lambda lane, event, copy: copy.ticket.resolve(None))
+    patch.setattr(Lane, "_end", lambda lane, event, copy: copy.ticket.resolve(None))
 
 
 def without_write_waiting_for_the_update(patch: pytest.MonkeyPatch) -> None:
@@ -122,14 +123,7 @@ def without_reading_out_waiting_for_the_update(patch: pytest.MonkeyPatch) -> Non
 
 
 def without_waiting_for_what_is_read_out(patch: pytest.MonkeyPatch) -> None:
-    read_out = HonestTransfer.read_out
-
-    def hasty(engine: HonestTransfer, *arguments: Any, **options: Any) -> Ticket:
-        ticket = read_out(engine, *arguments, **options)
-        ticket.wait = lambda timeout: None  # type: ignore[method-assign]
-        return ticket
-
-    patch.setattr(HonestTransfer, "read_out", hasty)
+    patch.setattr(HonestTransfer, "wait_for", lambda engine, ticket, timeout: None)
 
 
 def without_reading_out_waiting_for_the_move(patch: pytest.MonkeyPatch) -> None:

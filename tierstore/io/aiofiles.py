@@ -9,17 +9,22 @@ or direct I/O, and never faster than the others.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import TYPE_CHECKING, ClassVar
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
 from tierstore.errors import EngineUnavailableError, PolicyError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Request
+from tierstore.io.crew import Crew
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+_log = logging.getLogger("tierstore.io")
 
 
 class AiofilesEngine(Engine):
@@ -38,8 +43,9 @@ class AiofilesEngine(Engine):
         self._depth = queue_depth
         self._turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._must_end = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tierstore-io-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="tierstore-io-loop", daemon=True)
         self._thread.start()
 
     def submit(self, operation: Operation) -> None:
@@ -54,28 +60,52 @@ class AiofilesEngine(Engine):
     def _open_lane(self, path: str) -> Lane:
         return _Lane(self._launch, self._loop, self._threads, self._depth)
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+    def _run_loop(self) -> None:
+        while not self._must_end:
+            try:
+                self._loop.run_forever()
+            except BaseException:  # what it interrupted fails, all others go on
+                _log.exception("the event loop was interrupted")
         self._loop.close()
         super()._stop()
+
+    def _stop(self) -> None:
+        is_lost = any(lane.is_stuck for lane in self._lanes.values())
+        self._loop.call_soon_threadsafe(self._end_loop)
+        if not is_lost:
+            self._thread.join()
+
+    def _end_loop(self) -> None:
+        """End the loop, now or when the last request that was given up has come back."""
+        self._must_end = True
+        if not self._tasks:
+            self._loop.stop()
 
     def _launch(self, request: Request, lane: _Lane) -> None:
         task = self._loop.create_task(self._work(request, lane))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._must_end:
+            self._end_loop()
 
     async def _work(self, request: Request, lane: _Lane) -> None:
         try:
             turn = self._turns.setdefault(request.operation.fd, asyncio.Lock())
             async with lane.slots, turn:
-                await self._run(request, lane.executor)
+                lane.running.add(request)
+                try:
+                    await self._run(request, lane.executor)
+                finally:
+                    lane.running.discard(request)
         except BaseException as error:
             self._fail(request, error)
         self._end(request)
 
     async def _run(self, request: Request, executor: Executor) -> None:
-        while not request.is_abandoned and not self._accept(request, await self._call(request, executor)):
+        while self._begin(request) and not self._accept(request, await self._call(request, executor)):
             pass
 
     async def _call(self, request: Request, executor: Executor) -> int:
@@ -101,16 +131,53 @@ class _Lane:
     def __init__(
         self, launch: Callable[[Request, _Lane], None], loop: asyncio.AbstractEventLoop, threads: int, depth: int
     ) -> None:
-        self.executor = ThreadPoolExecutor(threads, thread_name_prefix="tierstore-io")
+        self.executor = _Executor(threads)
         self.slots = asyncio.Semaphore(depth)
+        self.running: set[Request] = set()
         self._launch = launch
         self._loop = loop
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a request that was given up has the turn: the others of its descriptor wait for that."""
+        return any(request.progress.is_given_up for request in tuple(self.running))
 
     def put(self, request: Request) -> None:
         self._loop.call_soon_threadsafe(self._launch, request, self)
 
     def close(self) -> None:
         self.executor.shutdown()
+
+
+_Call = tuple[Future[Any], Callable[[], Any]]
+
+
+class _Executor(Executor):
+    """Calls on daemon threads: a process that ends waits for those of the standard library."""
+
+    def __init__(self, threads: int) -> None:
+        self._crew: Crew[_Call] = Crew(self._carry, self._lose, threads, "tierstore-io")
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._crew.put((future, partial(call, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._crew.close(leave=lambda job: False)
+
+    def _carry(self, job: _Call) -> None:
+        future, call = job
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _lose(self, job: _Call, error: BaseException) -> None:
+        if not job[0].done():
+            job[0].set_exception(error)
 
 
 def _load() -> ModuleType:

@@ -4,134 +4,76 @@ This module owns what all engines share: an operation is checked, cut into reque
 through short transfers and interruptions, and the operation's `done` is called once when its last request has ended.
 A subclass only says how requests are run. Each path has a queue of its own, and its own workers, so that a slow disk
 never holds up a fast one. The invariant: when `done` is called no byte of the buffer is touched any more by the engine,
-whatever went wrong.
+whatever went wrong, with one exception.
+
+That is an operation that hangs: one that the system has had for `timeout_seconds`, in which nothing at all came back on
+its path. Who waits, or closes, gives it up; the system may touch its buffer and file until it comes back late, if ever,
+and neither is taken from it: the worker holds on to the buffer, and its owner to the file. A queue that is merely long
+is no hang, as long as anything in it ends.
 """
 
 from __future__ import annotations
 
 import abc
 import ctypes
-import enum
 import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from tierstore.errors import AlignmentError, ForkedStoreError, StoreClosedError, TransferError
+from tierstore.errors import AlignmentError, ForkedStoreError, StoreClosedError
+from tierstore.io.checksum import checksum
+from tierstore.io.requests import (
+    ALIGNMENT,
+    Ending,
+    Kind,
+    Operation,
+    Progress,
+    Request,
+    describe,
+    failure,
+    not_begun,
+    nothing_moved,
+    split,
+    wrong_bytes,
+)
 from tierstore.trace import Trace
 
-ALIGNMENT = 4096
-"""Bytes that address, offset and length of a direct transfer must be multiples of."""
+__all__ = ["ALIGNMENT", "Engine", "Kind", "Lane", "Operation", "Progress", "Request"]
 
 FRUITLESS_LIMIT = 100
 """Calls in a row that may move nothing (EINTR, EAGAIN, less than a block) before that is an error."""
 
 _RETRIED = {errno.EINTR, errno.EAGAIN}
-_ADVICE = {
-    errno.ENOSPC: "free space on this filesystem or lower tiers.nvme.capacity",
-    errno.EDQUOT: "raise the quota or lower tiers.nvme.capacity",
-    errno.EBADF: "the swap file was closed while it was in use",
-    errno.EINVAL: "this filesystem may not support direct I/O: set tiers.nvme.io.direct to false",
-}
-_DEFAULT_ADVICE = "check the disk and the kernel's log, or set tiers.nvme.paths to another disk"
 
 _log = logging.getLogger("tierstore.io")
-
-
-class Kind(enum.Enum):
-    """Which way the bytes go."""
-
-    READ = "read"
-    WRITE = "write"
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One whole transfer between a range of a file and host memory; `path` names the file, and its queue.
-
-    The buffer is writable, contiguous and of format 'B'; it stays untouched by the caller until `done` was called.
-    `direct` says that `fd` is open with O_DIRECT. `done` is called exactly once, from any thread, and should not block.
-    """
-
-    kind: Kind
-    fd: int
-    path: str
-    offset: int
-    buffer: memoryview
-    direct: bool
-    done: Callable[[TransferError | None], None]
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """How much of one operation is still to be done; shared by its requests."""
-
-    operation: Operation
-    requests_left: int
-    error: TransferError | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def fail(self, error: TransferError) -> None:
-        """Keep the first error."""
-        with self.lock:
-            self.error = self.error or error
-
-    def end_request(self) -> bool:
-        """Count one request as ended; True for the last."""
-        with self.lock:
-            self.requests_left -= 1
-            return self.requests_left == 0
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A part of an operation that is handed to the system at once, and how far it has come."""
-
-    progress: Progress
-    start: int
-    length: int
-    moved: int = 0
-    fruitless: int = 0
-
-    @property
-    def operation(self) -> Operation:
-        """The operation this is a part of."""
-        return self.progress.operation
-
-    @property
-    def offset(self) -> int:
-        """Where in the file the rest begins, in bytes."""
-        return self.operation.offset + self.start + self.moved
-
-    @property
-    def view(self) -> memoryview:
-        """The memory of the rest."""
-        return self.operation.buffer[self.start + self.moved : self.start + self.length]
-
-    @property
-    def is_abandoned(self) -> bool:
-        """True when another request of the operation has failed already, so that this one need not run."""
-        return self.progress.error is not None
 
 
 class Lane(Protocol):
     """The queue of one path, and what works it off."""
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all that could carry a request is at requests that were given up and have not come back."""
+
     def put(self, request: Request) -> None:
         """Take a request, without blocking on I/O, and see to it that it comes to the engine's `_end`."""
 
     def close(self) -> None:
-        """Wait for the threads to end and free what they hold; no request is left."""
+        """Wait for the threads to end and free what they hold; no request is left but such as were given up.
+
+        A thread that has one of those is not waited for: it ends when that comes back.
+        """
 
 
 class Engine(abc.ABC):
     """Runs operations, any number at a time, those of one path in the order they were submitted as far as they begin.
 
     `submit` never blocks on I/O and may be called from any thread, from `done` too. `close` is the owner's to call,
-    never from `done`: it waits for every operation.
+    never from `done`: it waits for every operation, at most until those that hang count as such.
     """
 
     name: ClassVar[str]
@@ -139,10 +81,15 @@ class Engine(abc.ABC):
 
     def __init__(self, *, request_size: int) -> None:
         self.trace: Trace | None = None  # hears of every request of an engine that has workers
+        self.timeout_seconds: float | None = None  # of silence on a path, after which what the system has is given up
+        self.clock: Callable[[], float] = time.monotonic
+        self.timed_out = self.late = 0  # operations given up while the system had them; those of them that came back
+        self.misread = 0  # requests whose bytes were right only when they were read once more
         self._request_size = request_size
         self._pid = os.getpid()
         self._state = threading.Condition()
-        self._operations = 0
+        self._under_way: dict[Progress, None] = {}  # the oldest first
+        self._heard: dict[str, float] = {}  # when anything last came back on a path
         self._is_closed = False
         self._lanes: dict[str, Lane] = {}
 
@@ -163,14 +110,16 @@ class Engine(abc.ABC):
         self._refuse_fork()
         with self._state:
             if self._is_closed:
-                raise StoreClosedError(f"the {self.name} engine is closed: {_describe(operation)} was not begun")
+                raise StoreClosedError(f"the {self.name} engine is closed: {describe(operation)} was not begun")
             lane = self._lane(operation.path)
-            self._operations += 1
-        progress = Progress(operation, requests_left=-(-len(operation.buffer) // self._request_size))
-        if not progress.requests_left:
+            error = not_begun(operation) if self.timed_out > self.late and lane.is_stuck else None
+            requests = [] if error is not None else split(operation, self._request_size)
+            progress = Progress(operation, len(requests), error)
+            self._under_way[progress] = None
+        if not requests:
             self._finish(progress)
-        for request in _split(progress, self._request_size):
-            lane.put(request)
+        for start, length in requests:
+            lane.put(Request(progress, start, length))
 
     def close(self) -> None:
         """Wait for what was submitted, then end the threads. Idempotent; in a forked child it does nothing."""
@@ -178,16 +127,55 @@ class Engine(abc.ABC):
             return
         with self._state:
             first, self._is_closed = not self._is_closed, True
-            self._state.wait_for(lambda: self._operations == 0)
+        while not self._wait_until_all_over(self.seconds_left()):
+            self.give_up()
         if first:
             self._stop()
+
+    # -- what hangs ---------------------------------------------------------------------------------------------
+
+    def seconds_left(self) -> float | None:
+        """For how long to wait before it is time to `give_up`. None: for ever, or until there is something to do."""
+        with self._state:
+            under_way = list(self._under_way)
+        if self.timeout_seconds is None or not under_way:
+            return None
+        now = self.clock()
+        quiet = max((self._quiet_seconds(progress, now) for progress in under_way if progress.running), default=0.0)
+        return max(0.0, self.timeout_seconds - quiet)
+
+    def give_up(self) -> int:
+        """End the operations that hang, and those that nobody is left to begin; return how many."""
+        if self.timeout_seconds is None:
+            return 0
+        now, seconds = self.clock(), self.timeout_seconds
+        with self._state:
+            under_way = list(self._under_way)
+        overdue = [one for one in under_way if one.running and self._quiet_seconds(one, now) >= seconds]
+        ended = [progress for progress in overdue if progress.give_up(seconds)]
+        stuck = {path for path in {one.operation.path for one in under_way} if self._lanes[path].is_stuck}
+        ended += [one for one in under_way if one.operation.path in stuck and not one.running and one.give_up(seconds)]
+        for progress in ended:
+            self.timed_out += progress.is_lost
+            self._finish(progress)
+        return len(ended)
+
+    def _quiet_seconds(self, progress: Progress, now: float) -> float:
+        """For how long the system has had an operation and nothing has come back on its path."""
+        return now - max(progress.began_seconds, self._heard.get(progress.operation.path, progress.began_seconds))
+
+    def _wait_until_all_over(self, timeout: float | None) -> bool:
+        with self._state:
+            return self._state.wait_for(lambda: not self._under_way, timeout)
+
+    # -- for subclasses -----------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _open_lane(self, path: str) -> Lane:
         """Make the queue of a path. Raises EngineUnavailableError."""
 
     def _stop(self) -> None:
-        """Wait for the engine's threads to end and free what it holds; no request is left."""
+        """Wait for the engine's threads to end and free what it holds; no request is left but such as were given up."""
         for lane in self._lanes.values():
             lane.close()
 
@@ -196,55 +184,103 @@ class Engine(abc.ABC):
             self._lanes[path] = self._open_lane(path)
         return self._lanes[path]
 
+    def _begin(self, request: Request) -> bool:
+        """Ask leave for a system call; False if the request must go no further, and is to be ended.
+
+        Every engine asks before every call, on one of its workers.
+        """
+        is_first = not request.has_begun
+        if not request.progress.begin_request(request, self.clock()):
+            return False
+        operation = request.operation
+        if is_first and operation.sums is not None and operation.kind is Kind.WRITE:
+            operation.sums[request.start] = checksum(request.whole)
+        return True
+
     def _accept(self, request: Request, result: int) -> bool:
         """Note what one system call returned, a count or a negative errno; True when the request needs no more calls.
 
         Every engine passes every result through here.
         """
         operation = request.operation
+        self._heard[operation.path] = self.clock()
         if -result in _RETRIED:
             return self._is_fruitless(request, -result)
         if result < 0:
-            request.progress.fail(_failure(request, -result))
+            request.progress.fail(failure(request, -result))
             return True
         if result == 0:
-            request.progress.fail(_nothing_moved(request, 0))
+            request.progress.fail(nothing_moved(request, 0))
             return True
         whole = result - (request.offset + result) % ALIGNMENT if operation.direct else result
         if whole <= 0:
             return self._is_fruitless(request, 0, partial=result)
         request.moved += whole
         request.fruitless = 0
-        return request.moved >= request.length
+        return request.moved >= request.length and self._is_right(request)
+
+    def _is_right(self, request: Request) -> bool:
+        """Whether a request that moved all its bytes needs no second reading: the first may have gone wrong on its way.
+
+        The second one that brings other bytes than were written is an error.
+        """
+        operation = request.operation
+        if operation.sums is None or operation.kind is Kind.WRITE or request.progress.error is not None:
+            return True
+        found, expected = checksum(request.whole), operation.sums[request.start]
+        if found == expected:
+            if request.wrong_sum is not None:
+                with self._state:
+                    self.misread += 1
+            return True
+        if request.wrong_sum is None:
+            request.wrong_sum, request.moved = found, 0
+            return False
+        request.progress.fail(wrong_bytes(request, expected, found))
+        return True
 
     def _is_fruitless(self, request: Request, code: int, partial: int = 0) -> bool:
         """Count a call that moved nothing; True, with an error noted, when there were too many in a row."""
         request.fruitless += 1
         if request.fruitless < FRUITLESS_LIMIT:
             return False
-        request.progress.fail(_failure(request, code) if code else _nothing_moved(request, partial))
+        request.progress.fail(failure(request, code) if code else nothing_moved(request, partial))
         return True
 
     def _fail(self, request: Request, error: BaseException) -> None:
         """Note something else than a system call's result that stopped a request."""
-        failure = _failure(request, errno.EIO, because=repr(error))
-        failure.__cause__ = error
-        request.progress.fail(failure)
+        failed = failure(request, errno.EIO, because=repr(error))
+        failed.__cause__ = error
+        request.progress.fail(failed)
 
     def _end(self, request: Request) -> None:
-        """Say that a request is over and its memory no longer touched."""
-        if request.progress.end_request():
+        """Say that a request is over and its memory no longer touched. Saying so again changes nothing."""
+        ending = request.progress.end_request(request)
+        if ending is Ending.LAST:
             self._finish(request.progress)
+        elif ending is Ending.LATE:
+            self._come_late(request.operation)
+
+    def _lose(self, request: Request, error: BaseException) -> None:
+        """End a request whose worker died, or found none."""
+        self._fail(request, RuntimeError(f"its worker, or the last one of this path, died of {error!r}"))
+        self._end(request)
+
+    def _come_late(self, operation: Operation) -> None:
+        with self._state:
+            self.late += 1
+        _log.warning("a %s of %s, given up long ago, has come back after all", describe(operation), operation.path)
+        operation.late()
 
     def _finish(self, progress: Progress) -> None:
         try:
             progress.operation.done(progress.error)
         except Exception:
-            _log.exception("the callback of a %s raised", _describe(progress.operation))
+            _log.exception("the callback of a %s raised", describe(progress.operation))
         finally:
             with self._state:
-                self._operations -= 1
-                if not self._operations:
+                del self._under_way[progress]
+                if not self._under_way:
                     self._state.notify_all()  # who closes waits for the last one
 
     def _refuse_fork(self) -> None:
@@ -255,17 +291,11 @@ class Engine(abc.ABC):
             )
 
 
-def _split(progress: Progress, request_size: int) -> Iterator[Request]:
-    total = len(progress.operation.buffer)
-    for start in range(0, total, request_size):
-        yield Request(progress, start, min(request_size, total - start))
-
-
 def _check(operation: Operation) -> None:
     buffer = operation.buffer
     if buffer.readonly or buffer.format != "B" or not buffer.c_contiguous:
         raise ValueError(
-            f"a {_describe(operation)} needs a writable, contiguous buffer of format 'B', "
+            f"a {describe(operation)} needs a writable, contiguous buffer of format 'B', "
             f"not readonly={buffer.readonly}, format={buffer.format!r}, contiguous={buffer.c_contiguous}"
         )
     if operation.direct:
@@ -277,28 +307,10 @@ def _check_alignment(operation: Operation) -> None:
     wrong = [f"{name} {value} is {value % ALIGNMENT} over" for name, value in found.items() if value % ALIGNMENT]
     if wrong:
         raise AlignmentError(
-            f"a direct {_describe(operation)} of {operation.path} must be aligned to {ALIGNMENT} bytes: "
+            f"a direct {describe(operation)} of {operation.path} must be aligned to {ALIGNMENT} bytes: "
             f"{', '.join(wrong)}; align it, or open the file without O_DIRECT (tiers.nvme.io.direct: false)"
         )
 
 
 def _address(buffer: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
-
-
-def _describe(operation: Operation) -> str:
-    return f"{operation.kind.value} of {len(operation.buffer)} bytes at offset {operation.offset}"
-
-
-def _failure(request: Request, code: int, because: str | None = None) -> TransferError:
-    text = f"{_describe(request.operation)} failed at byte {request.offset}: {because or os.strerror(code)}"
-    return TransferError(code, f"{text}; {_ADVICE.get(code, _DEFAULT_ADVICE)}", request.operation.path)
-
-
-def _nothing_moved(request: Request, partial: int) -> TransferError:
-    end = request.offset + partial
-    if request.operation.kind is Kind.READ:
-        what = f"unexpected end of file at byte {end}: something else truncated the file, what was behind that is lost"
-    else:
-        what = f"the system wrote nothing at byte {end} and gave no reason; {_DEFAULT_ADVICE}"
-    return TransferError(errno.EIO, f"{_describe(request.operation)}: {what}", request.operation.path)

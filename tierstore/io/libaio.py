@@ -9,7 +9,9 @@ whose own queue is full: use this engine with direct I/O, and never one thread f
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import threading
 from collections import deque
@@ -17,6 +19,8 @@ from typing import Any, ClassVar
 
 from tierstore.errors import EngineUnavailableError
 from tierstore.io.base import Engine, Kind, Lane, Request
+
+_log = logging.getLogger("tierstore.io")
 
 
 class LibaioEngine(Engine):
@@ -42,7 +46,10 @@ class LibaioEngine(Engine):
 
 
 class _Lane:
-    """A queue, the kernel's context, and the thread between them."""
+    """A queue, the kernel's context, and the thread between them.
+
+    The thread frees the context, which waits for all that the kernel still has: only it may be kept waiting by that.
+    """
 
     def __init__(self, engine: LibaioEngine, context: Any, libaio: Any, depth: int, name: str) -> None:
         self._engine = engine
@@ -52,45 +59,86 @@ class _Lane:
         self._news = os.eventfd(0, os.EFD_CLOEXEC)
         self._waiting: deque[Request] = deque()
         self._in_kernel: dict[Any, Request] = {}
+        self._submitting: Request | None = None
         self._must_end = False
+        self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the kernel holds all its places, or the thread, with requests that were given up."""
+        submitting = self._submitting
+        return self._lost() >= self._depth or (submitting is not None and submitting.progress.is_given_up)
+
     def put(self, request: Request) -> None:
         self._waiting.append(request)
-        os.eventfd_write(self._news, 1)
+        if self._death is not None:
+            self._lose_waiting(self._death)
+        else:
+            os.eventfd_write(self._news, 1)
 
     def close(self) -> None:
         self._must_end = True
         os.eventfd_write(self._news, 1)
-        self._thread.join()
-        self._context.close()
-        os.close(self._news)
+        if not self._lost():
+            self._thread.join()
+        if self._death is not None:
+            os.close(self._news)
+
+    def _lost(self) -> int:
+        return sum(request.progress.is_given_up for request in list(self._in_kernel.values()))
 
     def _work(self) -> None:
-        while not self._must_end:
-            os.eventfd_read(self._news)
-            self._reap()
-            self._hand_over()
+        try:
+            while not self._must_end or self._in_kernel:
+                os.eventfd_read(self._news)
+                self._reap()
+                self._hand_over()
+            self._context.close()
+            os.close(self._news)
+        except BaseException as error:
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """End all that is here and will come, once the kernel no longer touches any of it."""
+        _log.error("the worker %s died, and with it its lane", self._thread.name, exc_info=error)
+        self._death = error
+        self._lose_waiting(error)
+        self._context.close()
+        for request in (self._submitting, *self._in_kernel.values()):
+            if request is not None:
+                self._engine._lose(request, error)
+        self._in_kernel.clear()
+
+    def _lose_waiting(self, error: BaseException) -> None:
+        with contextlib.suppress(IndexError):  # several threads may be at it
+            while True:
+                self._engine._lose(self._waiting.popleft(), error)
 
     def _reap(self) -> None:
         for block, result, _ in self._context.getEvents(min_nr=0, timeout=0):
-            request = self._in_kernel.pop(block)
-            if self._engine._accept(request, result):
+            request = self._in_kernel[block]
+            is_over = self._engine._accept(request, result)
+            del self._in_kernel[block]
+            if is_over:
                 self._engine._end(request)
             else:
                 self._waiting.appendleft(request)
 
     def _hand_over(self) -> None:
         while self._waiting and len(self._in_kernel) < self._depth:
-            request = self._waiting.popleft()
-            if request.is_abandoned:
+            request = self._submitting = self._waiting[0]  # at any moment it is somewhere: the thread may die
+            self._waiting.popleft()
+            if not self._engine._begin(request):
                 self._engine._end(request)
             elif not self._try_submit(request):
                 return
+            self._submitting = None
 
     def _try_submit(self, request: Request) -> bool:
         """Give one request to the kernel, or end it with the error; False when only a completion can make room."""
+        block = None
         try:
             block = self._block(request)
             self._in_kernel[block] = request
@@ -103,6 +151,7 @@ class _Lane:
     def _not_taken(self, request: Request, error: Exception) -> bool:
         if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EINTR) and self._in_kernel:
             self._waiting.appendleft(request)
+            self._submitting = None
             return False
         if isinstance(error, OSError) and error.errno is not None:
             if not self._engine._accept(request, -error.errno):

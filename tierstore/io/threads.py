@@ -7,14 +7,13 @@ has its own workers; its requests are run in the order they came, and each worke
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import ClassVar
 
 from tierstore.errors import EngineUnavailableError
 from tierstore.io.base import Engine, Kind, Lane, Request
+from tierstore.io.crew import Crew
 from tierstore.trace import Detail, Trace
 
 
@@ -39,7 +38,7 @@ class ThreadsEngine(Engine):
         return call(operation.fd, [request.view], request.offset)
 
     def _open_lane(self, path: str) -> Lane:
-        return _Lane(self._carry, self._workers, f"tierstore-io-{len(self._lanes)}")
+        return _Lane(Crew(self._carry, self._lose, self._workers, f"tierstore-io-{len(self._lanes)}"))
 
     def _carry(self, request: Request) -> None:
         """Run one request to its end."""
@@ -58,7 +57,7 @@ class ThreadsEngine(Engine):
         trace.add(worker, what.kind.value, began, time.perf_counter(), **args)
 
     def _run(self, request: Request) -> None:
-        while not request.is_abandoned and not self._accept(request, self._call(request)):
+        while self._begin(request) and not self._accept(request, self._call(request)):
             pass
 
     def _call(self, request: Request) -> int:
@@ -71,37 +70,23 @@ class ThreadsEngine(Engine):
 
 
 class _Lane:
-    """A queue, and the workers that take from it."""
+    """A path's workers."""
 
-    def __init__(self, carry: Callable[[Request], None], workers: int, name: str) -> None:
-        self._carry = carry
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._workers = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(workers)
-        ]
-        for worker in self._workers:
-            worker.start()
+    def __init__(self, crew: Crew[Request]) -> None:
+        self._crew = crew
+
+    @property
+    def is_stuck(self) -> bool:
+        at = self._crew.carried()
+        return bool(at) and all(
+            request is not None and request.progress.is_given_up and not request.has_ended for request in at
+        )
 
     def put(self, request: Request) -> None:
-        self._requests.put(request)
+        self._crew.put(request)
 
     def close(self) -> None:
-        for _ in self._workers:
-            self._requests.put(None)
-        for worker in self._workers:
-            worker.join()
-
-    def _work(self) -> None:
-        # an idle worker keeps no request, and so no memory of the caller's
-        while self._carry_next(self._requests.get()):
-            pass
-
-    def _carry_next(self, request: Request | None) -> bool:
-        """Carry a request; False when there are no more."""
-        if request is None:
-            return False
-        self._carry(request)
-        return True
+        self._crew.close(leave=lambda request: request.progress.is_given_up)
 
 
 def is_available() -> bool:

@@ -10,7 +10,7 @@ import abc
 from collections.abc import Sequence
 
 from tierstore.arena import Arena, Extent
-from tierstore.errors import InvariantError
+from tierstore.errors import CapacityError, InvariantError
 from tierstore.stats import TierStats
 
 
@@ -48,6 +48,17 @@ class Tier(abc.ABC):
         """Give back the last slab, which is condemned and empty."""
         self.shrink_on(self.arena.last_slab)
 
+    def check_last_slab(self, wanted: int) -> None:
+        """Check that the last slab can be given back once it is empty, on the way to so many extents.
+
+        Raises CapacityError if a request that was given up may still write to it.
+        """
+        if self.arena.has_quarantined(self.arena.last_slab):
+            raise CapacityError(
+                f"tier {self.name} stays {self.arena.capacity} extents large instead of {wanted}: a request that was "
+                f"given up (tiers.nvme.io.timeout) may still write to its last slab"
+            )
+
     def shrink_on(self, slab: int) -> None:
         """Give back a slab that is condemned and empty. Raises InvariantError if it is not the last on its path."""
         path = self.arena.path_of(slab)
@@ -67,6 +78,7 @@ class Tier(abc.ABC):
             used_bytes=arena.owned * arena.extent_bytes,
             peak_bytes=arena.peak_owned * arena.extent_bytes,
             chunks=chunks,
+            quarantined_bytes=arena.quarantined * arena.extent_bytes,
         )
 
     def _least_path(self) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierstore.arena import Arena, Extent
+from tierstore.io.requests import Sums
 from tierstore.swapfile import SwapFile
 from tierstore.tiers.base import Tier
 
 
 class FileTier(Tier):
-    """Extents that are ranges of swap files."""
+    """Extents that are ranges of swap files; with `checksum`, the tier remembers what was written to each."""
 
-    def __init__(self, name: str, files: Sequence[SwapFile], extent_bytes: int) -> None:
+    def __init__(self, name: str, files: Sequence[SwapFile], extent_bytes: int, *, checksum: bool = False) -> None:
         super().__init__(name, Arena(name, extent_bytes), [str(file.folder) for file in files])
+        self._sums: dict[Extent, Sums] | None = {} if checksum else None
         self.files = tuple(files)
         self._slabs: dict[int, tuple[SwapFile, int]] = {}  # file and offset of each slab; workers read it too
 
@@ -21,6 +23,27 @@ class FileTier(Tier):
         """The file an extent lies in, and the byte it begins at."""
         file, offset = self._slabs[extent.slab]
         return file, offset + extent.offset
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether it remembers checksums of what was written."""
+        return self._sums is not None
+
+    def begin_sums(self, extent: Extent) -> Sums | None:
+        """Where a write is to note what it writes to an extent; None without checksums."""
+        if self._sums is None:
+            return None
+        sums = self._sums[extent] = {}
+        return sums
+
+    def sums_of(self, extent: Extent) -> Sums | None:
+        """What the last write to an extent noted; None without checksums."""
+        return None if self._sums is None else self._sums[extent]
+
+    def release(self, extent: Extent) -> None:
+        if self._sums is not None:
+            self._sums.pop(extent, None)
+        super().release(extent)
 
     def close(self) -> None:
         for file in self.files:
