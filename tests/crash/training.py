@@ -100,6 +100,7 @@ class Watch:
         self.board = board
         self.calls = dict.fromkeys(PHASES, 0)
         self.appointment = appointment
+        self.run: Any = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -126,6 +127,7 @@ class Run:
 
     def __init__(self, folder: Path, mode: Mode, watch: Watch) -> None:
         self.folder, self.watch, self.mode = folder, watch, mode
+        watch.run = self
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, 4 * WIDTH), nn.GELU()]
         self.model = nn.Sequential(*layers, nn.Linear(4 * WIDTH, WIDTH)).to(mode.dtype)
