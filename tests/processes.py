@@ -16,7 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from tests.fakes import PATIENCE_SECONDS
+PATIENCE_SECONDS = 600.0
+"""How long a test waits for a process before it fails; never waited out when the code is right."""
 
 _context: Any = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preloaded"])
