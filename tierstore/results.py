@@ -60,7 +60,7 @@ class Results:
         capacity = cpu.capacity if cpu is not None else "auto"
         granted = min(capacity, MOST_GRANTED_BYTES) if isinstance(capacity, int) else MOST_GRANTED_BYTES
         try:
-            folder = Path(swap_folders(nvme.paths)[0])
+            folder = Path(swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder)[0])
         except SwapError:  # no folder to swap in was needed so far, so state is in memory as it is
             return cls(math.inf, None)
         return cls(0 if expected_bytes > granted else granted, folder)

@@ -83,9 +83,8 @@ def many_steps(folder: Path, update: str, steps: int) -> tuple[Taken, Taken]:
 
 
 def many_optimizers(folder: Path, rounds: int) -> tuple[Taken, Taken]:
-    first_ones = rounds // 4  # threads come and go, and each takes a while to find memory that another has left
-    for number in range(first_ones + rounds):
-        if number == first_ones:
+    for number in range(2 * rounds):
+        if number == rounds:  # threads come and go, and it takes a while until each finds memory that another has left
             first = Taken.now()
         model, optimizer = made(folder, "backward" if number % 2 else "step")
         for _ in range(3):
