@@ -165,7 +165,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trial = Trial(self.tiers)
+        self.trial = self.make_trial()
+
+    def make_trial(self) -> Trial:
+        return Trial(self.tiers)
 
     def known(self, data: st.DataObject) -> str:
         return str(data.draw(st.sampled_from(list(self.trial.expected))))
