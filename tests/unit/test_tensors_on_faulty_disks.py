@@ -29,6 +29,7 @@ class FaultyTrial(Trial):
     def __init__(self, tiers: dict[str, Any]) -> None:
         self.engine = FaultyEngine(threads=2, request_size=8 * KIB)
         self.failed = 0
+        self.errors: list[TransferError] = []
         super().__init__(tiers, Parts(open_engine=lambda *_, **__: self.engine))
 
     @contextlib.contextmanager
@@ -38,8 +39,8 @@ class FaultyTrial(Trial):
         except CapacityError:
             self.refused += 1
         except TransferError as error:
-            assert error.errno is not None and str(error.filename or "")
             self.failed += 1
+            self.errors.append(error)
 
     def prefetch(self, names: list[str]) -> None:
         with self.refusable():
@@ -60,6 +61,7 @@ class FaultyTrial(Trial):
         failed, refused = self.failed, self.refused
         super().finish()
         assert (failed, refused) == (self.failed, self.refused)
+        assert all(error.errno and error.filename and error.strerror for error in self.errors)
 
 
 class FaultyMachine(StoreMachine):
