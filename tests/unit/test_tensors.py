@@ -165,10 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trial = self.make_trial()
-
-    def make_trial(self) -> Trial:
-        return Trial(self.tiers)
+        self.trial = Trial(self.tiers)
 
     def known(self, data: st.DataObject) -> str:
         return str(data.draw(st.sampled_from(list(self.trial.expected))))
