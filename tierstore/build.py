@@ -163,7 +163,7 @@ class Plant:
             return self
         given = self.given_bytes("cpu")
         rates = self.parts.find_rates(
-            swap_folders(nvme.paths), engine=nvme.io.engine, direct=_wants_direct(nvme), memory_bytes=given
+            _folders(nvme), engine=nvme.io.engine, direct=_wants_direct(nvme), memory_bytes=given
         )
         capacity = self.given_bytes("gpu") if self.gpu is not None else given
         tuning = tune(rates, self.policy, state_bytes=state_bytes, capacity_bytes=capacity)
@@ -201,7 +201,7 @@ class Plant:
         nvme, room = self.policy.tiers.nvme, rooms.get("nvme", Room(0))
         if nvme is None or not room.extents:
             return
-        folders = swap_folders(nvme.paths)
+        folders = _folders(nvme)
         dealt = FileTier.dealt(room.extents, _slab_extents(room, len(folders)), len(folders))
         check_space({folder: count * extent_bytes for folder, count in zip(folders, dealt, strict=True)})
 
@@ -274,7 +274,7 @@ class Plant:
     def _paths(self, name: str, room: Room) -> int:
         """On how many paths a tier lies."""
         nvme = self.policy.tiers.nvme
-        return len(swap_folders(nvme.paths)) if name == "nvme" and nvme is not None and room.extents else 1
+        return len(_folders(nvme)) if name == "nvme" and nvme is not None and room.extents else 1
 
     def _pins_memory(self) -> bool:
         cpu = self.policy.tiers.cpu
@@ -311,7 +311,7 @@ class Plant:
             total = memory.limit_bytes or memory.total_bytes
         else:
             assert self.policy.tiers.nvme is not None
-            disks = filesystems(swap_folders(self.policy.tiers.nvme.paths))
+            disks = filesystems(_folders(self.policy.tiers.nvme))
             total = sum(disk_space(folders[0]).total_bytes for folders in disks)
         return int(total * capacity.fraction) // local_ranks()
 
@@ -398,6 +398,11 @@ def _slab_extents(room: Room, paths: int = 1) -> int:
     return max(1, room.extents // (SLABS_PER_TIER * paths))
 
 
+def _folders(nvme: NvmeTier) -> list[Path]:
+    """The folders of a policy's swap files. Raises PolicyError or SwapError."""
+    return swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder)
+
+
 def _wants_direct(nvme: NvmeTier) -> bool | None:
     """Whether files are to be opened with O_DIRECT; None: where that works."""
     return None if nvme.io.direct == "auto" else nvme.io.direct
@@ -407,7 +412,7 @@ def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
     direct = _wants_direct(nvme) if engine.supports_direct else False
     files: list[SwapFile] = []
     with ExitStack() as undo:
-        for folder in swap_folders(nvme.paths):
+        for folder in _folders(nvme):
             files.append(SwapFile(Path(folder), direct=direct))
             undo.callback(files[-1].close)
         undo.pop_all()

@@ -61,7 +61,7 @@ class Results:
         capacity = cpu.capacity if cpu is not None else "auto"
         granted = min(capacity, MOST_GRANTED_BYTES) if isinstance(capacity, int) else MOST_GRANTED_BYTES
         try:
-            folders = [Path(folder) for folder in swap_folders(nvme.paths)]
+            folders = swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder)
         except SwapError:  # no folder to swap in was needed so far, so state is in memory as it is
             return cls(math.inf)
         return cls(0 if expected_bytes > granted else granted, *folders)

@@ -181,10 +181,11 @@ class SwapFile:
         return True
 
 
-def swap_folders(paths: Literal["auto"] | Sequence[Path]) -> list[Path]:
+def swap_folders(paths: Literal["auto"] | Sequence[Path], *, allows_shared: bool = False) -> list[Path]:
     """Say which folders hold swap files: those given, or for `auto` $TIERSTORE_SWAP, or the temporary folder.
 
-    Raises PolicyError when a folder appears twice, SwapError when `auto` finds only memory or a network.
+    Raises PolicyError when a folder appears twice, SwapError when `auto` finds only memory or a network, or for a
+    folder in which any user may rename and remove what others have made, unless the policy `allows_shared` ones.
     """
     folders = _automatic() if paths == "auto" else [Path(path).expanduser() for path in paths]
     if not folders:
@@ -195,6 +196,8 @@ def swap_folders(paths: Literal["auto"] | Sequence[Path]) -> list[Path]:
         if real in seen:
             raise PolicyError(f"tiers.nvme.paths names {real} twice, as {seen[real]} and {folder}: leave one out")
         seen[real] = folder
+        if not allows_shared:
+            _refuse_shared(folder)
     return folders
 
 
@@ -277,6 +280,22 @@ def _kind(filesystem: str) -> FolderKind:
         return FolderKind.MEMORY
     is_remote_fuse = filesystem.startswith("fuse.") and filesystem not in _LOCAL_FUSE
     return FolderKind.NETWORK if filesystem in _NETWORK or is_remote_fuse else FolderKind.DISK
+
+
+def _refuse_shared(folder: Path) -> None:
+    """Refuse a folder that is open to all users without the sticky bit; one that is not there is told of later."""
+    try:
+        mode = os.stat(folder).st_mode
+    except OSError:
+        return
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise SwapError(
+            errno.EPERM,
+            f"every user of this machine may rename and remove files in the swap folder {folder} (mode "
+            f"{stat.S_IMODE(mode):o}): chmod +t it, name another in tiers.nvme.paths, or, if all users here are to be "
+            f"trusted, set tiers.nvme.allow_shared_folder to true",
+            str(folder),
+        )
 
 
 def _look_at(folder: Path) -> int:

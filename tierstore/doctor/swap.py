@@ -28,7 +28,7 @@ def folders_of(policy: TierPolicy, *, is_asked_for: bool) -> tuple[list[Path], l
     if nvme is None:
         return [], []
     try:
-        return swap_folders(nvme.paths), []
+        return swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder), []
     except TierstoreError as error:
         text = getattr(error, "strerror", None) or str(error)
         tell = fail if is_asked_for else warn
