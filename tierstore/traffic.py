@@ -15,7 +15,7 @@ from tierstore.arena import Arena
 from tierstore.device import Event
 from tierstore.errors import InvariantError, TierstoreError, TransferCancelledError, TransferError, TransferTimeoutError
 from tierstore.flights import Flight, Flights
-from tierstore.plan import Move
+from tierstore.planning import Move
 from tierstore.residency import Ledger, Moving, Resident
 from tierstore.stats import Recorder
 from tierstore.striping import Striping
