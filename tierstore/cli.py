@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from tierstore.output import STDOUT
 
 DEFAULTS = Options()
 MODEL, STATE, OUTPUT = "What is trained", "Where its state lives", "What is shown"
+SPEED = "How fast it is"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -158,12 +159,111 @@ def doctor(
     raise typer.Exit(_run_doctor(policy, tuple(path or ()), calibrate, json))
 
 
+@app.command()
+def plan(
+    params: Annotated[
+        str | None, typer.Option(metavar="N", help="How many parameters, as 125M, 7B or 1T.", rich_help_panel=MODEL)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="What makes the model, on the meta device.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the parameters, with --params.", rich_help_panel=MODEL)] = "bfloat16",
+    compute_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="What forward and backward take.", rich_help_panel=MODEL)
+    ] = 0.0,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A policy, instead of the defaults.", rich_help_panel=STATE)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Capacity of the gpu tier, as 24GiB.", rich_help_panel=STATE)
+    ] = None,
+    cpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Capacity of the cpu tier.", rich_help_panel=STATE)
+    ] = None,
+    nvme: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Capacity of the nvme tier, or auto.", rich_help_panel=STATE)
+    ] = None,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="A swap folder; more than once for several.", rich_help_panel=STATE),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes that share the machine.", rich_help_panel=STATE)
+    ] = None,
+    nvme_bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Of all swap folders, reads and writes, as 6GB/s.", rich_help_panel=SPEED),
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Each way between accelerator and host.", rich_help_panel=SPEED),
+    ] = None,
+    update_rate: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Float32 parameters that are updated in a second.", rich_help_panel=SPEED),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine first, for some seconds.", rich_help_panel=SPEED)
+    ] = False,
+    tbw: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What each drive may be written in all, as 600TB.", rich_help_panel=SPEED),
+    ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[FILE]",
+            help="Write it as JSON; without FILE to stdout, and all else to stderr.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Say before training where the state of a model will live, whether it fits, and what a step will cost.
+
+    Exit status: 0 when it fits; 1 when it does not; 2 when the plan cannot be carried out.
+    """
+    options: dict[str, Any] = {
+        "params": params,
+        "model": model,
+        "dtype": dtype,
+        "policy": policy,
+        "capacities": {"gpu": gpu, "cpu": cpu, "nvme": nvme},
+        "paths": tuple(path or ()),
+        "ranks": ranks,
+        "nvme_bandwidth": nvme_bandwidth,
+        "link_bandwidth": link_bandwidth,
+        "update_rate": update_rate,
+        "tbw": tbw,
+        "compute_seconds": compute_seconds,
+        "calibrate": calibrate,
+        "json": json,
+    }
+    raise typer.Exit(_run_plan(options))
+
+
 def _run_doctor(policy: Path | None, paths: tuple[Path, ...], calibrate: bool, json: str | None) -> int:
     """Run it; tell an error of tierstore's in one message."""
     try:
         from tierstore.doctor.examination import Options, run
 
         return run(Options(policy, paths, calibrate, json))
+    except TierstoreError as error:
+        typer.echo(f"error: {_message(error)}", err=True)
+        return FAILED
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
+
+
+def _run_plan(options: dict[str, Any]) -> int:
+    """Run it; tell an error of tierstore's in one message."""
+    try:
+        from tierstore.forecast.command import Options, run
+
+        return run(Options(**options))
     except TierstoreError as error:
         typer.echo(f"error: {_message(error)}", err=True)
         return FAILED

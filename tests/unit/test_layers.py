@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("records", "blueprint", "binding", "handed", "states", "state_view", "state_dicts", "update", "failures"),
         *("normed", "held", "arrivals", "beside", "backward", "tiered", "optimizer"),
     ),
-    "front": ("", "output", "demo", "doctor", "cli", "__main__"),
+    "front": ("", "output", "demo", "doctor", "forecast", "cli", "__main__"),
 }
 STRANGERS = [{"decide", "do"}]  # groups that never import each other
 MOST_LINES = 420

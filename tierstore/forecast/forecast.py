@@ -1,7 +1,7 @@
 """What a policy comes to for given parameters: where state will live, whether it fits, what a step will cost.
 
-It is drawn by the very code that binds (`blueprint`, `build`, `placement`) and its moves are those of the planner that a
-step uses, so that a binding of the same parameters reserves and moves the same bytes. Nothing is reserved; parameters
+It is drawn by the very code that binds (`blueprint`, `build`, `placement`), and its moves are those of the planner that
+a step uses, so that a binding of the same parameters reserves and moves the same bytes. Nothing is reserved; parameters
 may lie on the meta device, and be more than any machine has.
 """
 
@@ -77,26 +77,26 @@ def forecast(question: Question, source: TierPolicy) -> Forecast:
     return replace(answer, endurance=_endurance(question, answer, plant))
 
 
-def why_not(question: Question, source: TierPolicy) -> str | None:
-    """Why state does not fit a policy; None if it does, as far as room goes."""
-    return _drawn(question, with_folders(source)[0])[2]
+def why_not(question: Question, source: TierPolicy, *, is_tuned: bool = True) -> str | None:
+    """Why state does not fit a policy; None if it does, as far as room goes. `is_tuned`: with chunks as rates ask."""
+    return _drawn(question, with_folders(source)[0], is_tuned=is_tuned)[2]
 
 
-def _drawn(question: Question, policy: TierPolicy) -> tuple[Blueprint, dict[str, Room], str | None]:
+def _drawn(
+    question: Question, policy: TierPolicy, *, is_tuned: bool = True
+) -> tuple[Blueprint, dict[str, Room], str | None]:
     """What binding would draw, its rooms, and why there is too little of them, if there is."""
     devices = [local_of(member.parameter).device for member in question.covered]
     parts = planned_parts(policy, devices, question.ranks, measure=question.calibrate)
     _refuse_too_many(question, plan_plant(policy, devices, parts))
     blueprint = draw(question.members, question.groups, policy, parts)
-    rooms = blueprint.plant.sizes(list(blueprint.infos.values()), blueprint.chunk_bytes)
     try:
-        blueprint = blueprint.tuned()
+        blueprint = blueprint.tuned() if is_tuned else blueprint
         rooms = blueprint.rooms()
         check_this_disk(blueprint.plant, rooms, blueprint.chunk_bytes)
-    except CapacityError as error:
-        return blueprint, rooms, str(error)
-    except SwapError as error:
-        return blueprint, rooms, str(error.strerror or error)
+    except (CapacityError, SwapError) as error:
+        rooms = blueprint.plant.sizes(list(blueprint.infos.values()), blueprint.chunk_bytes)
+        return blueprint, rooms, str(getattr(error, "strerror", None) or error)
     return blueprint, rooms, None
 
 
@@ -216,4 +216,3 @@ def _rules_without_parameters(policy: TierPolicy, members: Sequence[Member]) -> 
         for number, rule in enumerate(policy.placement)
         if not any(rule.matches(member.name) for member in members)
     ]
-

@@ -47,7 +47,7 @@ class PlannedDevice(HostDevice):
 
 
 def planned_parts(policy: TierPolicy, devices: Sequence[torch.device], ranks: int | None, *, measure: bool) -> Parts:
-    """What a plant is made with, for parameters on `devices`: nothing that reserves; rates are measured only if told."""
+    """What a plant is made with, for parameters on `devices`: none reserves; rates are measured if told."""
     are_placed = any(device.type != "meta" for device in devices)
     parts = Parts(
         open_device=open_device if are_placed else partial(_plan_device, policy),
@@ -96,11 +96,14 @@ def beyond_this_machine(plant: Plant, rooms: dict[str, Room], chunk_bytes: int) 
         if present is None:
             yield "no accelerator is here: the gpu tier, and parameters on it, are taken for granted"
         elif isinstance(gpu.capacity, int) and gpu.capacity > plant.gpu.memory_bytes()[1]:
-            yield f"tiers.gpu.capacity of {size(gpu.capacity)} is more than {present} has ({size(plant.gpu.memory_bytes()[1])})"
+            has = size(plant.gpu.memory_bytes()[1])
+            yield f"tiers.gpu.capacity of {size(gpu.capacity)} is more than {present} has ({has})"
     memory = host_memory()
     most = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
     if cpu is not None and isinstance(cpu.capacity, int) and cpu.capacity > most // plant.parts.ranks():
-        yield f"tiers.cpu.capacity of {size(cpu.capacity)} for each process is more than this machine has ({size(most)})"
+        ranks = plant.parts.ranks()
+        whose = "" if ranks == 1 else f", for each of {ranks} processes,"
+        yield f"tiers.cpu.capacity of {size(cpu.capacity)}{whose} is more than this machine has ({size(most)})"
     if nvme is not None and isinstance(nvme.capacity, int):
         try:
             plant.check_disk(rooms, chunk_bytes)

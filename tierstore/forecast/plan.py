@@ -39,7 +39,8 @@ def plan(
 
     model_or_params: a model or parameters (on the meta device, too), what an optimizer takes as `params`, or a number
         of parameters of a `dtype`, as 7_000_000_000 or "7B", which become the shapes of a transformer.
-    policy, tiers: as the optimizer's. A capacity of `auto` is what this machine has; one that is given may be another's.
+    policy, tiers: as the optimizer's. A capacity of `auto` is what this machine has; one that is given may be of
+        another.
     optimizer, options: the class, and what its constructor takes besides (`amsgrad=True`).
     ranks: processes that share the machine; None: as the launcher says.
     nvme_bandwidth: bytes per second of all swap paths, read and written at once. link_bandwidth: bytes per second each

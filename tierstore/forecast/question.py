@@ -55,13 +55,17 @@ def ask(
 ) -> Question:
     """Look at the parameters as an optimizer would, and bind nothing; arguments as those of `plan`."""
     if isinstance(optimizer.rule, NormedRule):
-        raise ForecastError(f"{optimizer.rule.name} visits the chunks of a parameter that is cut twice: not planned yet")
+        raise ForecastError(
+            f"{optimizer.rule.name} visits the chunks of a parameter that is cut twice: not planned yet"
+        )
     if ranks is not None and not 1 <= ranks <= 1024:
         raise ForecastError(f"ranks: found {ranks}; allowed: from 1 to 1024 processes on one machine")
     if tbw is not None and tbw < 1:
         raise ForecastError(f"tbw: found {tbw} bytes; allowed: what the drive may be written in all, as 600TB")
     if not 0 <= compute_seconds < 1e9:
-        raise ForecastError(f"compute seconds: found {compute_seconds}; allowed: what forward and backward take, from 0")
+        raise ForecastError(
+            f"compute seconds: found {compute_seconds}; allowed: what forward and backward take, from 0"
+        )
     sketch: Any = type("Sketch", (optimizer,), {"check_fits": lambda *_, **__: None})
     groups = sketch(parameters_of(model, dtype), policy={"tiers": {"cpu": {}}}, **options).param_groups
     if any(is_lazy(parameter) for group in groups for parameter in group["params"]):

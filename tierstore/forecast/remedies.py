@@ -16,6 +16,7 @@ from tierstore.demo.words import size
 from tierstore.forecast.answer import Forecast, Remedy
 from tierstore.forecast.forecast import forecast, why_not
 from tierstore.forecast.question import Question
+from tierstore.forecast.steady import MANY_CHUNKS
 from tierstore.kernels import LOW_PRECISION
 from tierstore.placement import ENOUGH_EXTENTS
 from tierstore.policy import CpuTier, NvmeTier, TierPolicy
@@ -35,18 +36,23 @@ class _Change:
 
 
 def remedies_for(question: Question, policy: TierPolicy, answer: Forecast) -> Iterator[Remedy]:
-    """Changes that make a plan fit which does not. The first is planned to the end, and has its step."""
+    """Changes that make a plan fit which does not. The first is planned to the end, and has its step.
+
+    Of very many chunks it is the only one, as each takes seconds to find.
+    """
     question, is_first = replace(question, calibrate=False), True
     for change in _changes(question, policy, answer):
-        if why_not(question, change.policy) is not None:
-            continue
-        step = forecast(question, change.policy) if is_first else None
-        if step is not None and not step.fits:
-            continue
-        is_first = False
-        seconds = step.step.seconds if step is not None and step.step is not None else None
-        written = None if step is None else step.bytes_written_per_step
-        yield Remedy(change.text, change.settings, change.rounds, seconds, written)
+        if is_first:
+            planned = forecast(question, change.policy)
+            if not planned.fits:
+                continue
+            seconds = None if planned.step is None else planned.step.seconds
+            yield Remedy(change.text, change.settings, change.rounds, seconds, planned.bytes_written_per_step)
+            if answer.chunks > MANY_CHUNKS:
+                return
+            is_first = False
+        elif why_not(question, change.policy) is None:
+            yield Remedy(change.text, change.settings, change.rounds, None, None)
 
 
 def _changes(question: Question, policy: TierPolicy, answer: Forecast) -> Iterator[_Change]:
@@ -54,8 +60,10 @@ def _changes(question: Question, policy: TierPolicy, answer: Forecast) -> Iterat
     if torch.bfloat16 in dtypes and policy.state.master == "float32":
         yield _with_state(policy, "state.master: split, which is the same numbers", master="split")
     yield from _smaller_chunks(policy, answer)
-    room = [_more_room(question, policy, answer, name) for name in answer.tiers]
-    yield from sorted((change for change in room if change is not None), key=lambda c: sum(c.settings.values()))
+    for name in reversed(list(answer.tiers)):  # the slowest first: there a byte costs least
+        change = _more_room(question, policy, answer, name)
+        if change is not None:
+            yield change
     yield from _more_disk(policy, answer)
     yield from _another_tier(policy, answer)
     if dtypes & set(LOW_PRECISION) and policy.state.moments == "float32":
@@ -92,7 +100,9 @@ def _more_room(question: Question, policy: TierPolicy, answer: Forecast, name: s
         tier = given.model_copy(update={"capacity": capacity})
         return policy.model_copy(update={"tiers": policy.tiers.model_copy(update={name: tier})})
 
-    least = _least(lambda capacity: why_not(question, changed(capacity)) is None, guess, answer.chunk_bytes)
+    least = _least(
+        lambda capacity: why_not(question, changed(capacity), is_tuned=False) is None, guess, answer.chunk_bytes
+    )
     if least is None or least <= given.capacity:
         return None
     text = f"tiers.{name}.capacity: {bytes_text(least)}, {size(least - given.capacity)} more"
@@ -151,4 +161,3 @@ def _given_tiers(policy: TierPolicy) -> Iterator[tuple[str, Any]]:
         tier = getattr(policy.tiers, name)
         if isinstance(tier.capacity, int):
             yield name, tier
-

@@ -197,9 +197,7 @@ class UpdateSpeeds:
         return None if entry is None else (entry.rates, _measured(entry.measured_at))
 
 
-def measure_updates(
-    kind: Callable[..., TieredOptimizer], dtype: torch.dtype, policy: Mapping[str, Any]
-) -> UpdateRates:
+def measure_updates(kind: Callable[..., TieredOptimizer], dtype: torch.dtype, policy: Mapping[str, Any]) -> UpdateRates:
     """Update parameters of a dtype in memory, under a policy without files; takes about a second and 200 MB."""
     parameters = [nn.Parameter(torch.zeros(_MEASURED_ELEMENTS // 4, dtype=dtype, device="cpu")) for _ in range(4)]
     for parameter in parameters:
