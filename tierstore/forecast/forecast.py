@@ -22,7 +22,7 @@ from tierstore.forecast.machine import beyond_this_machine, check_this_disk, pla
 from tierstore.forecast.pace import Link, StepForecast, step_forecast
 from tierstore.forecast.parameters import ForecastError
 from tierstore.forecast.question import Question
-from tierstore.forecast.speeds import DiskSpeed, UpdateSpeeds, disk_speed, link_speed, rates_of
+from tierstore.forecast.speeds import DiskSpeed, Speed, UpdateSpeeds, disk_speed, link_speed, rates_of
 from tierstore.forecast.steady import Chunks, Moved, steady_step
 from tierstore.layout import ChunkClass
 from tierstore.members import Member, local_of
@@ -140,7 +140,7 @@ def _step(question: Question, blueprint: Blueprint, moved: Moved) -> StepForecas
         elements[chunk.cls] += sum(span.length for span in chunk.spans)
     by_class = [(count, *speeds.of(cls)) for cls, count in elements.items()]
     return step_forecast(
-        _links(question, plant, moved, disk_speed(question.given, plant, rates)),
+        _links(plant, moved, disk_speed(question.given, plant, rates), link_speed(question.given, plant, rates)),
         every_core_seconds=sum(count / every.per_second for count, every, _ in by_class),
         sparing_seconds=sum(count / spared.per_second for count, _, spared in by_class),
         moved_chunks=sum(moved.chunks.values()),
@@ -148,11 +148,10 @@ def _step(question: Question, blueprint: Blueprint, moved: Moved) -> StepForecas
     )
 
 
-def _links(question: Question, plant: Plant, moved: Moved, disk: DiskSpeed | None) -> dict[str, Link]:
+def _links(plant: Plant, moved: Moved, disk: DiskSpeed | None, host: Speed | None) -> dict[str, Link]:
     """Each pair of neighbouring tiers that something passes between."""
     links: dict[str, Link] = {}
     names = [name for name in ("gpu", "cpu", "nvme") if any(name in route for route in moved.bytes)]
-    host = link_speed(question.given, plant, rates_of(plant)) if "gpu" in names else None
     for faster, slower in pairwise(names):
         down, up = moved.bytes.get((faster, slower), 0), moved.bytes.get((slower, faster), 0)
         name = f"{faster}-{slower}"

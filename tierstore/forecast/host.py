@@ -31,7 +31,7 @@ def host_forecast(question: Question, blueprint: Blueprint, rooms: Mapping[str, 
         for member in question.covered
     )
     options = question.rule.options(question.groups[0])
-    classes = {spec.cls for spec in blueprint.specs if spec.cls.fields and spec.cls.compute == "cpu"}
+    classes = {spec.cls for spec in blueprint.specs if spec.cls.fields and (spec.cls.compute == "cpu" or is_stand_in)}
     return HostForecast(
         cpu_tier=rooms["cpu"].extents * extent if "cpu" in rooms else 0,
         gpu_stand_in=rooms["gpu"].extents * extent if "gpu" in rooms and is_stand_in else 0,

@@ -51,7 +51,7 @@ def planned_parts(policy: TierPolicy, devices: Sequence[torch.device], ranks: in
     are_placed = any(device.type != "meta" for device in devices)
     parts = Parts(
         open_device=open_device if are_placed else partial(_plan_device, policy),
-        find_rates=partial(find_rates, measure=measure),
+        find_rates=partial(find_rates, measure=measure, anew=measure),
     )
     return parts if ranks is None else replace(parts, ranks=lambda: ranks)
 

@@ -108,7 +108,8 @@ def _mark(step: StepForecast, name: str, source: str) -> str:
 def _step(answer: Forecast, step: StepForecast) -> str:
     hidden = ", as far as forward and backward do not hide it" if answer.update == "backward" else ""
     return (
-        f"predicted, back to back: {step.seconds:,.3g} s a step, {step.exposed_wait_seconds:,.3g} s of it waiting{hidden}; "
+        f"predicted, back to back: {step.seconds:,.3g} s a step, {step.exposed_wait_seconds:,.3g} s of it waiting"
+        f"{hidden}; "
         f"{size(answer.bytes_written_per_step or 0)} written to swap files"
     )
 
