@@ -41,6 +41,7 @@ RUNS = (
     Run("scaling"),
     Run("memory", draws=False),
     Run("retention", takes_folders=False),
+    Run("predicted_vs_measured", draws=False),
     Run("import_cost", takes_folders=False, draws=False),
 )
 

@@ -36,9 +36,10 @@ from benchmarks.harness import (
     median,
     publish,
 )
-from benchmarks.harness.training import Contender, Work
+from benchmarks.harness.training import Contender, Turn, Work
 from tierstore import TieredAdamW
 from tierstore.forecast.answer import Forecast
+from tierstore.forecast.pace import StepForecast
 
 WANTED = 0.15
 """What the median error should stay below."""
@@ -76,38 +77,29 @@ CASES = (
 class Pair:
     """Seconds of one policy's step in one round."""
 
-    predicted: float
-    measured: float
-    bound: str
-    says: str
-
-    @property
-    def error(self) -> float:
-        """Of what was measured; above 0 where the plan said more."""
-        return self.predicted / self.measured - 1
+    predicted: StepForecast
+    measured: Turn
 
 
 def measure(millions: float, width: int, chunk: int, folders: Sequence[Path], rounds: int) -> Report:
     """Plan and run all policies. Raises VerificationError."""
     layers = max(2, round(millions * 1e6 / width**2))
-    pairs: dict[str, list[Pair]] = {case.name: [] for case in CASES}
-    verified = 0
     with _own_cache():
         runs = {case.name: _run_of(case, layers, width, chunk, folders) for case in CASES}
-        for _, name in interleave(list(runs), rounds):
-            pair, nbytes = runs[name]()
-            pairs[name].append(pair)
-            verified += nbytes
-    rows = tuple(_row(case, pairs[case.name]) for case in CASES)
-    errors = sorted(abs(row["error"]) for row in rows)
-    typical = median(errors)
+        found = interleave(runs, rounds)
+    verified = sum(nbytes for turns in found.values() for _, nbytes in turns)
+    rows = tuple(_row(case, [pair for pair, _ in found[case.name]]) for case in CASES)
+    typical = median([abs(row["error"]) for row in rows])
     columns = (
         Column("policy", "policy"),
         Column("predicted", "predicted", "seconds"),
-        Column("measured", "measured", "seconds"),
+        Column("moving", "moves", "seconds"),
+        Column("arithmetic", "updates", "seconds"),
+        Column("bound", "bound"),
+        Column("measured", "took", "seconds"),
+        Column("waits", "waited", "seconds"),
+        Column("says", "bound"),
         Column("error", "error", "percent"),
-        Column("bound", "planned bound"),
-        Column("says", "the step says"),
     )
     return Report(
         benchmark="predicted_vs_measured",
@@ -155,7 +147,7 @@ def _run_of(case: Case, layers: int, width: int, chunk: int, folders: Sequence[P
             contender.turn(4)  # makes the state, and lets retention settle
             turn = contender.turn(STEPS)
             verified = _verify(case.name, answer, contender)
-        return Pair(answer.step.seconds, turn.step, answer.step.bound, turn.bound), verified
+        return Pair(answer.step, turn), verified
 
     return run
 
@@ -197,14 +189,19 @@ def _verify(name: str, answer: Forecast, contender: Contender) -> int:
 
 
 def _row(case: Case, pairs: Sequence[Pair]) -> dict[str, Any]:
-    predicted, measured = median([pair.predicted for pair in pairs]), median([pair.measured for pair in pairs])
+    predicted = median([pair.predicted.seconds for pair in pairs])
+    measured = median([pair.measured.step for pair in pairs])
+    moving = [max((link.seconds for link in pair.predicted.links.values()), default=0.0) for pair in pairs]
     return {
         "policy": case.name,
         "predicted": predicted,
+        "moving": median(moving),
+        "arithmetic": median([pair.predicted.arithmetic_seconds for pair in pairs]),
+        "bound": pairs[-1].predicted.bound,
         "measured": measured,
+        "waits": median([pair.measured.read_wait + pair.measured.write_wait for pair in pairs]),
+        "says": pairs[-1].measured.bound or None,
         "error": predicted / measured - 1,
-        "bound": pairs[-1].bound,
-        "says": pairs[-1].says or None,
     }
 
 

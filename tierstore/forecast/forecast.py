@@ -14,11 +14,11 @@ from itertools import pairwise
 
 from tierstore.beside import by_arrival
 from tierstore.blueprint import Blueprint, draw
-from tierstore.build import Plant, plan_plant
+from tierstore.build import TUNED_ABOVE_BYTES, Plant, plan_plant
 from tierstore.errors import CapacityError, SwapError
 from tierstore.forecast.answer import Endurance, Forecast, TierForecast
 from tierstore.forecast.host import host_forecast
-from tierstore.forecast.machine import beyond_this_machine, check_this_disk, planned_parts, with_folders
+from tierstore.forecast.machine import PLANNED_FOLDER, beyond_this_machine, check_this_disk, planned_parts, with_folders
 from tierstore.forecast.pace import Link, StepForecast, step_forecast
 from tierstore.forecast.parameters import ForecastError
 from tierstore.forecast.question import Question
@@ -28,6 +28,7 @@ from tierstore.layout import ChunkClass
 from tierstore.members import Member, local_of
 from tierstore.placement import Room
 from tierstore.policy import TierPolicy
+from tierstore.rates import Rates
 from tierstore.records import state_fields
 from tierstore.swapfile import swap_folders
 
@@ -51,7 +52,9 @@ def forecast(question: Question, source: TierPolicy) -> Forecast:
             moved = _steady(blueprint, rooms, homes)
         except CapacityError as error:
             why = str(error)
-    step = None if moved is None else _step(question, blueprint, moved)
+    rates = rates_of(plant)
+    warnings += rates.notes if question.calibrate else _may_be_tuned(blueprint, homes, rates)
+    step = None if moved is None else _step(question, blueprint, moved, rates)
     answer = Forecast(
         params=sum(member.parameter.numel() for member in question.members),
         dtypes=_dtypes(question.members),
@@ -131,9 +134,22 @@ def _steady(blueprint: Blueprint, rooms: Mapping[str, Room], homes: Sequence[str
     return steady_step(chunks, room, line, alternates=plant.order == "alternating")
 
 
-def _step(question: Question, blueprint: Blueprint, moved: Moved) -> StepForecast:
+def _may_be_tuned(blueprint: Blueprint, homes: Sequence[str], rates: Rates) -> list[str]:
+    """A warning where the first step would measure this machine, and choose by what it finds."""
+    plant, nvme = blueprint.plant, blueprint.plant.policy.tiers.nvme
+    is_here = nvme is not None and nvme.paths != (PLANNED_FOLDER,)
+    nbytes = sum(
+        info.record_bytes for info, home in zip(blueprint.infos.values(), homes, strict=False) if home == "nvme"
+    )
+    if not is_here or rates.paths or plant.policy.chunk_size != "auto" or nbytes <= TUNED_ABOVE_BYTES:
+        return []
+    return [
+        "the swap folders were never measured: the first step will, and may choose another chunk_size (--calibrate)"
+    ]
+
+
+def _step(question: Question, blueprint: Blueprint, moved: Moved, rates: Rates) -> StepForecast:
     plant = blueprint.plant
-    rates = rates_of(plant)
     speeds = UpdateSpeeds(question.kind, plant, question.given, rates, measure=question.calibrate)
     elements: Counter[ChunkClass] = Counter()
     for chunk in blueprint.layout.chunks:
@@ -143,7 +159,8 @@ def _step(question: Question, blueprint: Blueprint, moved: Moved) -> StepForecas
         _links(plant, moved, disk_speed(question.given, plant, rates), link_speed(question.given, plant, rates)),
         every_core_seconds=sum(count / every.per_second for count, every, _ in by_class),
         sparing_seconds=sum(count / spared.per_second for count, _, spared in by_class),
-        moved_chunks=sum(moved.chunks.values()),
+        chunks=len(blueprint.infos),
+        moves=sum(moved.chunks.values()),
         update_source=", ".join(dict.fromkeys(every.source for _, every, _ in by_class)),
     )
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-CHUNK_SECONDS = 250e-6
-"""Measured: what the control thread takes to plan, issue, commit and begin one chunk that moves."""
+USE_SECONDS = 100e-6
+"""Measured: what the control thread takes to begin and end the update of a chunk."""
+MOVE_SECONDS = 150e-6
+"""Measured: what it takes to plan, issue and commit a move of a chunk."""
 BESIDE_ARITHMETIC = 0.85
 """Measured: the part of its rate that a disk keeps while one core less than all computes."""
 
@@ -47,27 +49,23 @@ def step_forecast(
     *,
     every_core_seconds: float,
     sparing_seconds: float,
-    moved_chunks: float,
+    chunks: int,
+    moves: float,
     update_source: str,
 ) -> StepForecast:
     """Play the links against the arithmetic.
 
-    `every_core_seconds` is the arithmetic of all chunks; `sparing_seconds` the same with a core left free, as a step
-    computes that waits for its files. `moved_chunks` pass a link.
+    `every_core_seconds` is the arithmetic of all `chunks`; `sparing_seconds` the same with a core left free, as a step
+    computes that waits for its files, where that is faster. `moves` are of chunks over links.
     """
-    python = CHUNK_SECONDS * moved_chunks
+    python = USE_SECONDS * chunks + MOVE_SECONDS * moves
+    every, sparing = every_core_seconds + python, sparing_seconds + python
     slowest = max(links.values(), key=lambda link: link.seconds, default=None)
-    moving = 0.0 if slowest is None else slowest.seconds
-    if not moving:
-        return StepForecast(every_core_seconds, every_core_seconds, 0.0, "arithmetic", links, update_source)
-    seconds, arithmetic = min(
-        _together(sparing_seconds + python, moving),
-        _together(every_core_seconds + python, moving / BESIDE_ARITHMETIC),
-    )
-    bound = slowest.name if slowest is not None and moving >= arithmetic else "arithmetic"
+    if slowest is None or not slowest.seconds:
+        return StepForecast(every, every, 0.0, "arithmetic", links, update_source)
+    moving = slowest.seconds
+    beside = sparing + max(0.0, moving - BESIDE_ARITHMETIC * sparing)
+    in_turns = every + moving  # with every core at work both take twice as long as long as both are at it
+    seconds, arithmetic = min((beside, sparing), (in_turns, every))
+    bound = slowest.name if moving >= arithmetic else "arithmetic"
     return StepForecast(seconds, arithmetic, seconds - arithmetic, bound, links, update_source)
-
-
-def _together(arithmetic: float, moving: float) -> tuple[float, float]:
-    """Seconds of a step and of its arithmetic: a link goes slower while something computes."""
-    return arithmetic + max(0.0, moving - BESIDE_ARITHMETIC * arithmetic), arithmetic

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -80,6 +80,11 @@ class DiskSpeed:
     mixed: float
     source: str
 
+    @classmethod
+    def of(cls, rate: float, source: str) -> Self:
+        """One rate for everything."""
+        return cls(rate, rate, rate, source)
+
     def seconds(self, nbytes_read: int, nbytes_written: int) -> float:
         """What moving takes: neither direction is faster than alone, nor both than both at once."""
         both = (nbytes_read + nbytes_written) / self.mixed
@@ -100,10 +105,10 @@ def disk_speed(given: Given, plant: Plant, rates: Rates) -> DiskSpeed | None:
     if nvme is None:
         return None
     if given.nvme is not None:
-        return DiskSpeed(*([given.nvme / ranks] * 3), "given")
+        return DiskSpeed.of(given.nvme / ranks, "given")
     paths = len(swap_folders(nvme.paths))
     if not rates.paths:
-        return DiskSpeed(*([paths * ASSUMED_NVME / ranks] * 3), "assumed")
+        return DiskSpeed.of(paths * ASSUMED_NVME / ranks, "assumed")
     found = rates.paths.values()
     reads, writes, mixed = (
         sum(path.read_bytes_per_second for path in found),
@@ -199,9 +204,15 @@ class UpdateSpeeds:
 
 def measure_updates(kind: Callable[..., TieredOptimizer], dtype: torch.dtype, policy: Mapping[str, Any]) -> UpdateRates:
     """Update parameters of a dtype in memory, under a policy without files; takes about a second and 200 MB."""
-    parameters = [nn.Parameter(torch.zeros(_MEASURED_ELEMENTS // 4, dtype=dtype, device="cpu")) for _ in range(4)]
+    generator = torch.Generator().manual_seed(0)
+
+    def values() -> torch.Tensor:
+        shape = (_MEASURED_ELEMENTS // 4,)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+
+    parameters = [nn.Parameter(values()) for _ in range(4)]
     for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 1e-3)
+        parameter.grad = values()
     elements = sum(parameter.numel() for parameter in parameters)
     optimizer = kind(parameters, policy={**policy, "chunk_size": 16 << 20})
     try:
