@@ -125,6 +125,21 @@ def test_remedies_that_round_say_so_and_come_last(capsys: pytest.CaptureFixture[
     assert remedies[-1]["rounds"] and [one["rounds"] for one in remedies] == sorted(one["rounds"] for one in remedies)
 
 
+def test_chunks_too_large_for_a_tier_are_mended_by_smaller_ones(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("chunk_size: 64MiB\ntiers: {cpu: {capacity: 160MiB}, nvme: {capacity: 20GB, paths: [/nowhere]}}\n")
+    assert run("--params", "1B", "--policy", file, "--json") == 1
+    assert report(capsys)["remedies"][0]["settings"] == {"chunk_size": 10 * MIB}
+
+
+def test_a_tier_is_added_before_one_is_made_many_times_as_large(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--params", "7B", "--gpu", "16GiB", "--json") == 1
+    kinds = [list(one["settings"]) for one in report(capsys)["remedies"]]
+    assert kinds.index(["tiers.nvme.capacity"]) < kinds.index(["tiers.gpu.capacity"])
+
+
 def test_capacities_of_the_command_line_come_before_those_of_the_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

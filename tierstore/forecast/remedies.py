@@ -1,7 +1,7 @@
 """What would make a plan fit: changes of one setting, each found by planning again, the smallest first.
 
-Settings that change no number come before room that must be found, and that before a tier that must be added; what
-rounds numbers comes last.
+Settings that change no number come before a tier that must be larger, and that before a tier that must be added, unless
+it must be more than twice as large; what rounds numbers comes last.
 """
 
 from __future__ import annotations
@@ -60,12 +60,18 @@ def _changes(question: Question, policy: TierPolicy, answer: Forecast) -> Iterat
     if torch.bfloat16 in dtypes and policy.state.master == "float32":
         yield _with_state(policy, "state.master: split, which is the same numbers", master="split")
     yield from _smaller_chunks(policy, answer)
+    much: list[_Change] = []
     for name in reversed(list(answer.tiers)):  # the slowest first: there a byte costs least
         change = _more_room(question, policy, answer, name)
-        if change is not None:
+        if change is None:
+            continue
+        if change.settings[f"tiers.{name}.capacity"] > 2 * getattr(policy.tiers, name).capacity:
+            much.append(change)
+        else:
             yield change
     yield from _more_disk(policy, answer)
     yield from _another_tier(policy, answer)
+    yield from much
     if dtypes & set(LOW_PRECISION) and policy.state.moments == "float32":
         yield _with_state(policy, "state.moments: parameter, which rounds moments", True, moments="parameter")
         text = "state.master: none and state.moments: parameter, which round state to the parameters' dtype"

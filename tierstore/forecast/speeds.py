@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from statistics import median
 from typing import Any, Self
@@ -135,7 +135,12 @@ def rates_of(plant: Plant) -> Rates:
     nvme = plant.policy.tiers.nvme or NvmeTier()
     folders = swap_folders(nvme.paths) if plant.policy.tiers.nvme is not None else []
     direct = None if nvme.io.direct == "auto" else nvme.io.direct
-    return plant.parts.find_rates(folders, engine=nvme.io.engine, direct=direct)
+    found = plant.parts.find_rates(folders, engine=nvme.io.engine, direct=direct)
+    if found.machine is None and folders:  # folders that are not here keep nobody from looking at the machine
+        machine = plant.parts.find_rates([], engine=nvme.io.engine)
+        day = min(filter(None, (found.measured_at, machine.measured_at)), default=None)
+        return replace(found, machine=machine.machine, measured_at=day)
+    return found
 
 
 class UpdateSpeeds:

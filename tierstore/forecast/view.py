@@ -76,7 +76,7 @@ def _host(answer: Forecast) -> Table:
         ("scratch, at most", host.scratch, "for tiles, all threads"),
     ]
     for name, nbytes, note in rows:
-        if nbytes or name == "cpu tier":
+        if nbytes:
             table.add_row(name, f"{nbytes:,}", note)
     place = "mapped from a swap folder's file" if host.state_dict_is_mapped else "in memory"
     table.add_row("a state_dict()", f"{host.state_dict:,}", place)
@@ -118,8 +118,8 @@ def _endurance(endurance: Endurance) -> str:
     if endurance.days is None:
         return "endurance: no swap file is written"
     return (
-        f"endurance: {size(endurance.bytes_per_day)} a day at {endurance.iteration_seconds:,.3g} s an iteration: "
-        f"drives of {size(endurance.tbw)} each last {endurance.days:,.1f} days"
+        f"endurance: {endurance.bytes_per_day / 1e12:,.4g} TB a day at {endurance.iteration_seconds:,.3g} s an "
+        f"iteration: drives of {endurance.tbw / 1e12:,.4g} TB each last {endurance.days:,.1f} days"
     )
 
 
