@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from torch.nn import Parameter
 import tierstore
 from tests.optimizer.cases import KIB, MIB
 from tierstore import TieredAdamW, TieredLion, TieredSGD
+from tierstore.forecast import forecast as forecasting
 from tierstore.forecast.answer import Forecast
+from tierstore.forecast.steady import Chunks, Moved, steady_step
 from tierstore.tiered import TieredOptimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -216,8 +218,17 @@ def test_groups_frozen_tied_and_complex_parameters_are_planned_as_they_are_bound
     assert answer.gradient_bytes == answer.parameter_bytes - 20_000
 
 
-def test_updates_beside_backward_are_planned_in_the_order_in_which_gradients_arrive(tmp_path: Path) -> None:
-    """Homes are spread, and chunks at the ends are smaller than others: another order moves other bytes."""
+def test_updates_beside_backward_are_planned_in_the_order_in_which_gradients_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last chunk, the only one that is smaller, comes first."""
+    planned: list[Sequence[int]] = []
+
+    def watched(chunks: Chunks, *arguments: Any, **options: Any) -> Moved:
+        planned.append(chunks.record_bytes)
+        return steady_step(chunks, *arguments, **options)
+
+    monkeypatch.setattr(forecasting, "steady_step", watched)
     policy = {
         "update": "backward",
         "chunk_size": SMALL,
@@ -242,6 +253,10 @@ def test_updates_beside_backward_are_planned_in_the_order_in_which_gradients_arr
 
         before = iterate(STEPS)
         moved = iterate(2) - before
+        assert optimizer._backward is not None
+        binding = optimizer.bound()[0]
+        order = [binding.layout.chunks[number].record_bytes for number in optimizer._backward.order_of(binding)]
+    assert planned == [order] and order != order[::-1]
     assert moved == Counter({route: 2 * nbytes for route, nbytes in answer.moved.items()})
 
 

@@ -18,6 +18,7 @@ from tierstore.cli import main
 from tierstore.errors import CapacityError, PolicyError, TierstoreError
 from tierstore.forecast.pace import MOVE_SECONDS, USE_SECONDS, Link, step_forecast
 from tierstore.forecast.parameters import ForecastError, parse_count, transformer
+from tierstore.forecast.remedies import least_that_fits
 from tierstore.forecast.speeds import UpdateRates
 from tierstore.forecast.steady import Chunks, in_alternating_pool, play, steady_step
 from tierstore.optimizer import TieredLAMB
@@ -114,6 +115,16 @@ def test_what_does_not_fit_is_status_1_with_the_smallest_change_that_makes_it_fi
     assert run(*asked, "--nvme", str(enough)) == 0
     assert run(*asked, "--nvme", str(enough - answer["chunk_bytes"])) == 1
     assert least["step_seconds"] > 0 and not least["rounds"]
+
+
+@pytest.mark.parametrize("guess", [8, 800, 1000, 1008, 4000, 100_000])
+@pytest.mark.parametrize("enough", [8, 16, 1000])
+def test_the_least_that_fits_is_found_from_any_guess(guess: int, enough: int) -> None:
+    assert least_that_fits(lambda size: size >= enough, guess, 8) == enough
+
+
+def test_of_what_never_fits_there_is_no_least() -> None:
+    assert least_that_fits(lambda size: False, 1000, 8) is None
 
 
 def test_remedies_that_round_say_so_and_come_last(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

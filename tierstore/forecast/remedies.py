@@ -106,7 +106,7 @@ def _more_room(question: Question, policy: TierPolicy, answer: Forecast, name: s
         tier = given.model_copy(update={"capacity": capacity})
         return policy.model_copy(update={"tiers": policy.tiers.model_copy(update={name: tier})})
 
-    least = _least(
+    least = least_that_fits(
         lambda capacity: why_not(question, changed(capacity), is_tuned=False) is None, guess, answer.chunk_bytes
     )
     if least is None or least <= given.capacity:
@@ -115,7 +115,7 @@ def _more_room(question: Question, policy: TierPolicy, answer: Forecast, name: s
     return _Change(text, {f"tiers.{name}.capacity": least}, changed(least))
 
 
-def _least(fits: Callable[[int], bool], guess: int, step: int) -> int | None:
+def least_that_fits(fits: Callable[[int], bool], guess: int, step: int) -> int | None:
     """The smallest number that fits, in steps from a guess that is near; None if none up to millions of steps does."""
     if fits(guess):
         good, distance = guess, step
