@@ -18,7 +18,7 @@ from tierstore.build import TUNED_ABOVE_BYTES, Plant, plan_plant
 from tierstore.errors import CapacityError, SwapError
 from tierstore.forecast.answer import Endurance, Forecast, TierForecast
 from tierstore.forecast.host import host_forecast
-from tierstore.forecast.machine import PLANNED_FOLDER, beyond_this_machine, check_this_disk, planned_parts, with_folders
+from tierstore.forecast.machine import beyond_this_machine, check_this_disk, planned_parts, with_folders
 from tierstore.forecast.pace import Link, StepForecast, step_forecast
 from tierstore.forecast.parameters import ForecastError
 from tierstore.forecast.question import Question
@@ -137,7 +137,7 @@ def _steady(blueprint: Blueprint, rooms: Mapping[str, Room], homes: Sequence[str
 def _may_be_tuned(blueprint: Blueprint, homes: Sequence[str], rates: Rates) -> list[str]:
     """A warning where the first step would measure this machine, and choose by what it finds."""
     plant, nvme = blueprint.plant, blueprint.plant.policy.tiers.nvme
-    is_here = nvme is not None and nvme.paths != (PLANNED_FOLDER,)
+    is_here = nvme is not None and all(folder.is_dir() for folder in swap_folders(nvme.paths))
     nbytes = sum(
         info.record_bytes for info, home in zip(blueprint.infos.values(), homes, strict=False) if home == "nvme"
     )

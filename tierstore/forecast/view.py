@@ -92,12 +92,12 @@ def _links(step: StepForecast) -> Table:
             link.name,
             size(link.bytes_down),
             size(link.bytes_up),
-            f"{link.seconds:,.3g}",
+            f"{_seconds(link.seconds)}",
             rate,
             _mark(step, link.name, link.source),
         )
     source = _mark(step, "arithmetic", step.update_source)
-    table.add_row("arithmetic", "", "", f"{step.arithmetic_seconds:,.3g}", "", source)
+    table.add_row("arithmetic", "", "", f"{_seconds(step.arithmetic_seconds)}", "", source)
     return table
 
 
@@ -107,18 +107,16 @@ def _mark(step: StepForecast, name: str, source: str) -> str:
 
 def _step(answer: Forecast, step: StepForecast) -> str:
     hidden = ", as far as forward and backward do not hide it" if answer.update == "backward" else ""
-    return (
-        f"predicted, back to back: {step.seconds:,.3g} s a step, {step.exposed_wait_seconds:,.3g} s of it waiting"
-        f"{hidden}; "
-        f"{size(answer.bytes_written_per_step or 0)} written to swap files"
-    )
+    seconds, waiting = _seconds(step.seconds), _seconds(step.exposed_wait_seconds)
+    written = size(answer.bytes_written_per_step or 0)
+    return f"predicted, back to back: {seconds} s a step, {waiting} s of it waiting{hidden}; {written} to swap files"
 
 
 def _endurance(endurance: Endurance) -> str:
     if endurance.days is None:
         return "endurance: no swap file is written"
     return (
-        f"endurance: {endurance.bytes_per_day / 1e12:,.4g} TB a day at {endurance.iteration_seconds:,.3g} s an "
+        f"endurance: {endurance.bytes_per_day / 1e12:,.4g} TB a day at {_seconds(endurance.iteration_seconds)} s an "
         f"iteration: drives of {endurance.tbw / 1e12:,.4g} TB each last {endurance.days:,.1f} days"
     )
 
@@ -137,7 +135,12 @@ def _verdict(answer: Forecast) -> Iterator[Text]:
 def _remedy(remedy: Remedy) -> str:
     if remedy.step_seconds is None:
         return remedy.change
-    return f"{remedy.change} (then {remedy.step_seconds:,.3g} s a step)"
+    return f"{remedy.change} (then {_seconds(remedy.step_seconds)} s a step)"
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
 def _table(title: str, *columns: str) -> Table:
