@@ -64,6 +64,7 @@ class Parts:
     open_engine: Callable[..., Engine] = open_engine
     open_transfer: Callable[[Engine | None, Device | None], TransferEngine] = TransferEngine
     find_rates: Callable[..., Rates] = find_rates
+    ranks: Callable[[], int] = local_ranks  # processes that share this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class Plant:
         if given is None and self.gpu is not None:
             return self.names == ("gpu",)  # else chunks only stream through it
         if given is None:
-            given = _free_host_memory() if "cpu" in self.names else 0
+            given = self._free_host_memory() if "cpu" in self.names else 0
         return nbytes <= given
 
     def tuned(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> Plant:
@@ -172,18 +173,27 @@ class Plant:
 
     def _in_files(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> int:
         """Bytes of chunks whose home is in files."""
-        needs = [Need(info.compute, info.named) for info in infos]
-        homes = place_homes(needs, self.rooms(infos, extent_bytes), order=self.order, extent_bytes=extent_bytes)
+        homes = self.homes(infos, self.rooms(infos, extent_bytes), extent_bytes)
         return sum(info.record_bytes for info, home in zip(infos, homes, strict=True) if home == "nvme")
 
     def rooms(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> dict[str, Room]:
         """Extents of each tier for these chunks, `auto` resolved; checks that all find a home. Reserves nothing."""
+        rooms = self.sizes(infos, extent_bytes)
+        self.homes(infos, rooms, extent_bytes)
+        return rooms
+
+    def homes(self, infos: Sequence[ChunkInfo], rooms: Mapping[str, Room], extent_bytes: int) -> list[str]:
+        """The home of each chunk. Raises CapacityError if not all find one."""
+        needs = [Need(info.compute, info.named) for info in infos]
+        return place_homes(needs, rooms, order=self.order, extent_bytes=extent_bytes)
+
+    def sizes(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> dict[str, Room]:
+        """As `rooms`, but whether or not there is enough of it."""
         needs = [Need(info.compute, info.named) for info in infos]
         asked = self.asked(any(need.compute == "cpu" for need in needs), extent_bytes)
         rooms = size_tiers(needs, asked, order=self.order)
         if "nvme" in asked and asked["nvme"].extents is None:
             rooms["nvme"] = with_choice(rooms["nvme"], self._paths("nvme", rooms["nvme"]))
-        place_homes(needs, rooms, order=self.order, extent_bytes=extent_bytes)
         return {name: rooms[name] for name in ("gpu", "cpu", "nvme") if name in rooms}
 
     def asked(self, computes_on_cpu: bool, extent_bytes: int) -> dict[str, Asked]:
@@ -286,7 +296,7 @@ class Plant:
             return Asked(given // extent_bytes)
         if name != "cpu":
             return Asked(None)
-        limit = max(1, _free_host_memory() // extent_bytes)
+        limit = max(1, self._free_host_memory() // extent_bytes)
         return Asked(None, limit=limit, pipeline=self._pipeline)
 
     @property
@@ -313,7 +323,11 @@ class Plant:
             assert self.policy.tiers.nvme is not None
             disks = filesystems(_folders(self.policy.tiers.nvme))
             total = sum(disk_space(folders[0]).total_bytes for folders in disks)
-        return int(total * capacity.fraction) // local_ranks()
+        return int(total * capacity.fraction) // self.parts.ranks()
+
+    def _free_host_memory(self) -> int:
+        """Bytes that a cpu tier may take which finds its size by itself: half of what is left, for each local rank."""
+        return host_memory().available_bytes // 2 // self.parts.ranks()
 
     def _open_engine(self, io: IoSettings) -> Engine:
         threads, depth, size = (
@@ -383,11 +397,6 @@ def _tell_rates(rates: Rates, tuning: Tuning | None) -> None:
         _log.info("%s", choice)
     if tuning.bound:
         _log.info("%s", tuning.bound)
-
-
-def _free_host_memory() -> int:
-    """Bytes that a cpu tier may take which finds its size by itself: half of what is left, for each local rank."""
-    return host_memory().available_bytes // 2 // local_ranks()
 
 
 def _why_no_gpu(gpu_tier: GpuTier) -> str:

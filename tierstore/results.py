@@ -66,6 +66,10 @@ class Results:
             return cls(math.inf)
         return cls(0 if expected_bytes > granted else granted, *folders)
 
+    def are_mapped(self, nbytes: int) -> bool:
+        """Whether so many bytes, the first that are asked for, would be mapped from a file."""
+        return bool(self._folders) and nbytes > self._granted_bytes
+
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Make a 1-D tensor with a storage of its own, its values undefined. Raises DiskFullError."""
         nbytes = elements * dtype.itemsize

@@ -26,7 +26,7 @@ from tierstore.execution import ChunkInfo, Execution, Use
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.guard import Guarded
 from tierstore.placement import Need, Room, place_homes
-from tierstore.plan import ChunkView, Plan, Update, plan_eviction, plan_fetch, plan_homes, plan_step
+from tierstore.planning import ChunkView, Plan, Update, plan_eviction, plan_fetch, plan_homes, plan_step
 from tierstore.residency import Fresh, Moving, Resident
 from tierstore.stats import IoStats, Stats
 from tierstore.tiers import MemoryTier, Tier
