@@ -18,9 +18,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "plan", "sparing"),
     "do": (
         *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
-        *("calibrate", "tiers", "tickets", "lanes", "transfer"),
+        *("calibrate", "tiers", "tickets", "lanes", "retries", "transfer"),
     ),
-    "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
+    "join": ("flights", "striping", "traffic", "guard", "execution", "housing", "store", "build", "piecestore", "tensors"),
     "use": (
         *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "members", "counts", "cuts"),
         *("records", "blueprint", "binding", "handed", "states", "state_view", "state_dicts", "update", "failures"),

@@ -21,6 +21,7 @@ class Tier(abc.ABC):
         self.name = name
         self.arena = arena
         self.paths = tuple(paths)
+        self.shunned: set[int] = set()  # paths that nothing more is written to, as they fail
 
     def grow(self, extents: int, *, slab_extents: int) -> None:
         """Reserve `extents` more, in slabs of at most `slab_extents`, each on the path that has the least.
@@ -71,7 +72,8 @@ class Tier(abc.ABC):
         )
 
     def _least_path(self) -> int:
-        return min(range(len(self.paths)), key=self.arena.reserved_on, default=0)
+        paths = [path for path in range(len(self.paths)) if path not in self.shunned] or range(len(self.paths))
+        return min(paths, key=self.arena.reserved_on, default=0)
 
     @abc.abstractmethod
     def _reserve(self, nbytes: int, path: int) -> None:
