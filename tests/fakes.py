@@ -88,6 +88,7 @@ class FaultyEngine(ThreadsEngine):
         self._control = threading.Condition()
         self._faults: list[_Fault] = []
         self._lies: list[_Fault] = []
+        self._spoilt: list[tuple[_Fault, set[tuple[str, Kind, int]]]] = []  # and where each has struck
         self._most_bytes: int | None = None
         self._to_hold: list[_Fault] = []
         self.held: list[Request] = []
@@ -97,6 +98,11 @@ class FaultyEngine(ThreadsEngine):
         """Let the nth request from now (of `kind`) fail with an errno, and `times` in all; None: all from there on."""
         with self._control:
             self._faults.append(_Fault(code, kind, nth - 1, times))
+
+    def spoil(self, code: int = errno.EIO, *, nth: int = 1, times: int | None = 1, kind: Kind | None = None) -> None:
+        """As `fail`, and for good: a request that was hit fails each time it is made again, at its place in the file."""
+        with self._control:
+            self._spoilt.append((_Fault(code, kind, nth - 1, times), set()))
 
     def interrupt(self, times: int, *, kind: Kind | None = None) -> None:
         """Let the next requests be interrupted (EINTR) before they move anything."""
@@ -117,6 +123,7 @@ class FaultyEngine(ThreadsEngine):
         with self._control:
             self._faults.clear()
             self._lies.clear()
+            self._spoilt.clear()
             self._most_bytes = None
 
     def hold(self, *, nth: int = 1, times: int | None = None, kind: Kind | None = None) -> None:
@@ -149,12 +156,23 @@ class FaultyEngine(ThreadsEngine):
             self.requests += 1
             if _strikes(self._to_hold, kind):
                 self._wait_for_release(request)
-            code = _strikes(self._faults, kind)
+            code = _strikes(self._faults, kind) or self._strikes_again(request)
             lies = _strikes(self._lies, kind) is not None
             most_bytes = self._most_bytes
         if code:
             raise OSError(code, os.strerror(code))
         return self._move_falsely(request) if lies else self._move(request, most_bytes)
+
+    def _strikes_again(self, request: Request) -> int | None:
+        operation = request.operation
+        place = operation.path, operation.kind, operation.offset + request.start
+        for fault, places in self._spoilt:
+            if place in places:
+                return fault.code
+            if _strikes([fault], operation.kind) is not None:
+                places.add(place)
+                return fault.code
+        return None
 
     def _wait_for_release(self, request: Request) -> None:
         self.held.append(request)

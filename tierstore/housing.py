@@ -117,10 +117,9 @@ class Housing(Guarded):
             if striping.owed > 0:
                 striping.make_up()
 
-    def _try_again(self) -> None:
-        """Let paths that failed be written to again."""
-        for striping in self._traffic.striping.values():
-            striping.try_again()
+    def _try_again(self) -> bool:
+        """Let paths that failed be written to again; whether there were any."""
+        return any([striping.try_again() for striping in self._traffic.striping.values()])
 
     def _wait_until_all_landed(self) -> None:
         """Wait until nothing is under way. Raises the error of a move that failed."""

@@ -59,7 +59,12 @@ class ChunkStore(Housing):
         """Enter fresh chunks and give them homes. Raises CapacityError, with nothing changed, if there is no room."""
         with self._entered():
             self._make_up()
-            homes = self._homes_for({**self._infos, **infos}, self._rooms())
+            try:
+                homes = self._homes_for({**self._infos, **infos}, self._rooms())
+            except CapacityError:
+                if not self._try_again():
+                    raise
+                homes = self._homes_for({**self._infos, **infos}, self._rooms())
             self._rehome(homes)
             self._short = None
             self._infos.update(infos)

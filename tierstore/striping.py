@@ -215,15 +215,16 @@ class Striping:
                 told.append(f"{before - self.owed} extents more in {self._tier.paths[path]}")
         return " and ".join(told)
 
-    def try_again(self) -> None:
-        """Take shunned paths into use again; the next failure of one is enough to shun it again."""
-        arena = self._tier.arena
-        for path in sorted(self._tier.shunned):
+    def try_again(self) -> bool:
+        """Take shunned paths into use again, if there are any; the next failure of one is enough to shun it again."""
+        arena, shunned = self._tier.arena, sorted(self._tier.shunned)
+        for path in shunned:
             self._tier.shunned.discard(path)
             for slab in set(arena.slabs_of(path)) - set(arena.slabs_on(path)):
                 arena.reprieve(slab)
                 self.owed -= arena.lasting_in(slab)
             self._failures[path] = FAILURES_IN_A_ROW - 1
+        return bool(shunned)
 
     def left_behind(self) -> frozenset[Extent]:
         """Some of the extents still owned on paths that nothing more is written to."""
