@@ -34,6 +34,9 @@ PATIENCE_SECONDS = 60.0
 
 # --- io
 
+SHORT = -1
+"""Among errnos: no error, but a transfer of one block."""
+
 
 class Outcome:
     """An operation's `done`: remembers every call, and waits for the first."""
@@ -100,7 +103,7 @@ class FaultyEngine(ThreadsEngine):
             self._faults.append(_Fault(code, kind, nth - 1, times))
 
     def spoil(self, code: int = errno.EIO, *, nth: int = 1, times: int | None = 1, kind: Kind | None = None) -> None:
-        """As `fail`, and for good: a request that was hit fails each time it is made again, at its place in the file."""
+        """As `fail`, and for good: what was hit fails each time it is tried again at its place in the file."""
         with self._control:
             self._spoilt.append((_Fault(code, kind, nth - 1, times), set()))
 
@@ -112,6 +115,11 @@ class FaultyEngine(ThreadsEngine):
         """Let requests succeed with other bytes: those that arrive in the file, or that a read brings."""
         with self._control:
             self._lies.append(_Fault(0, kind, nth - 1, times))
+
+    @property
+    def has_struck(self) -> bool:
+        """Whether some fault has hit a request."""
+        return any(fault.times == 0 for fault in (*self._faults, *(fault for fault, _ in self._spoilt)))
 
     def shorten(self, most_bytes: int | None) -> None:
         """Let each request move at most so many bytes; None ends that. 0 is what an end of file looks like."""
@@ -159,6 +167,8 @@ class FaultyEngine(ThreadsEngine):
             code = _strikes(self._faults, kind) or self._strikes_again(request)
             lies = _strikes(self._lies, kind) is not None
             most_bytes = self._most_bytes
+        if code == SHORT:
+            return self._move(request, 4096)
         if code:
             raise OSError(code, os.strerror(code))
         return self._move_falsely(request) if lies else self._move(request, most_bytes)

@@ -119,7 +119,8 @@ class Housing(Guarded):
 
     def _try_again(self) -> bool:
         """Let paths that failed be written to again; whether there were any."""
-        return any([striping.try_again() for striping in self._traffic.striping.values()])
+        shunned = [striping for striping in self._traffic.striping.values() if striping.try_again()]
+        return bool(shunned)
 
     def _wait_until_all_landed(self) -> None:
         """Wait until nothing is under way. Raises the error of a move that failed."""

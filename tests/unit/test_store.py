@@ -132,8 +132,8 @@ def test_a_full_disk_sends_what_cannot_be_written_to_memory(
     refuse_to_grow(store, monkeypatch)
     engine.spoil(errno.ENOSPC, kind=Kind.WRITE, times=None)
     store.evict(["0"])
+    store.wait()
     with pytest.raises(TransferError, match=r"chunk -\d .*no room for it elsewhere: .*raise tiers\.") as error:
-        store.wait()
         fill(store, 9)
     assert error.value.errno == errno.ENOSPC
     for number in range(CPU_CHUNKS):
