@@ -92,6 +92,7 @@ class FaultyEngine(ThreadsEngine):
         self._faults: list[_Fault] = []
         self._lies: list[_Fault] = []
         self._spoilt: list[tuple[_Fault, set[tuple[str, Kind, int]]]] = []  # and where each has struck
+        self._broken: dict[str, tuple[int, Kind | None]] = {}
         self._most_bytes: int | None = None
         self._to_hold: list[_Fault] = []
         self.held: list[Request] = []
@@ -116,6 +117,11 @@ class FaultyEngine(ThreadsEngine):
         with self._control:
             self._lies.append(_Fault(0, kind, nth - 1, times))
 
+    def break_path(self, folder: str, code: int, *, kind: Kind | None = None) -> None:
+        """Let every request in a folder fail, or every one of a kind."""
+        with self._control:
+            self._broken[folder] = code, kind
+
     @property
     def has_struck(self) -> bool:
         """Whether some fault has hit a request."""
@@ -132,6 +138,7 @@ class FaultyEngine(ThreadsEngine):
             self._faults.clear()
             self._lies.clear()
             self._spoilt.clear()
+            self._broken.clear()
             self._most_bytes = None
 
     def hold(self, *, nth: int = 1, times: int | None = None, kind: Kind | None = None) -> None:
@@ -176,6 +183,9 @@ class FaultyEngine(ThreadsEngine):
     def _strikes_again(self, request: Request) -> int | None:
         operation = request.operation
         place = operation.path, operation.kind, operation.offset + request.start
+        for folder, (code, kind) in self._broken.items():
+            if operation.path.startswith(folder) and kind in (None, operation.kind):
+                return code
         for fault, places in self._spoilt:
             if place in places:
                 return fault.code
