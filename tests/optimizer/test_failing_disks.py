@@ -146,9 +146,7 @@ def _optimizer(folder: Path) -> tuple[list[nn.Parameter], TieredAdamW]:
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
-def test_with_any_room_on_a_disk_training_is_right_or_refused_before_it_begins(
-    small_disk: Path, step: int
-) -> None:
+def test_with_any_room_on_a_disk_training_is_right_or_refused_before_it_begins(small_disk: Path, step: int) -> None:
     """CASES 9, from 0 to 110 % of the need: a peer trained on with wrong losses."""
     theirs = seeded((NEED // 8,))
     train(torch.optim.AdamW(theirs, fused=True), theirs, range(2))

@@ -108,7 +108,7 @@ def assert_telling(error: BaseException, folder: Path, code: int = errno.EIO) ->
     assert isinstance(error, TransferError) and isinstance(error, OSError)
     assert error.errno == code and str(folder) in str(error.filename)
     assert re.search(r"chunk \d+ \(param\.\d\[\d+:\d+\]", str(error)), error
-    assert re.search(r"from (nvme|cpu) to (cpu|nvme)", str(error)), error
+    assert re.search(r"from (nvme|cpu) to (cpu|nvme|host)", str(error)), error
 
 
 def attempt(run: Run) -> TierstoreError | None:
