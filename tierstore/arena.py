@@ -138,6 +138,10 @@ class Arena:
         """The number of the newest slab that is not condemned; None without one."""
         return next((number for number in reversed(self._slabs) if self._is_open(number)), None)
 
+    def lasting_slabs(self) -> tuple[int, ...]:
+        """The numbers of the slabs that are not condemned, the newest first."""
+        return tuple(number for number in reversed(self._slabs) if self._is_open(number))
+
     def lasting_in(self, slab: int) -> int:
         """Extents of a slab, without those in quarantine."""
         return self._slabs[slab].extents - sum(extent.slab == slab for extent in self._quarantined)

@@ -8,13 +8,17 @@ shunned are tried once more.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierstore.errors import CapacityError, TransferError
+from torch import Tensor
+
+from tierstore.errors import CapacityError, TransferError, TransferTimeoutError
 from tierstore.execution import ChunkInfo, Execution
 from tierstore.guard import Guarded
+from tierstore.mapping import map_host_memory
 from tierstore.placement import Need, Room, place_homes
 from tierstore.plan import ChunkView, Plan, Update, plan_eviction, plan_homes, plan_step
 from tierstore.residency import Resident
@@ -59,6 +63,7 @@ class Housing(Guarded):
     def _raise_errors(self) -> None:
         """Make failed writes good, and raise the errors of other moves that failed."""
         if self._short is not None:
+            self._listen()
             self._try_again()
         while self._short is not None or self._traffic.failed_writes:
             self._mend()
@@ -83,7 +88,8 @@ class Housing(Guarded):
             return  # there is one more to make good
         except CapacityError as error:
             text = f"{first.strerror}; and there is no room for it elsewhere: {error}"
-            raise TransferError(first.errno, text, first.filename) from first
+            kind = TransferTimeoutError if isinstance(first.__cause__, TransferTimeoutError) else TransferError
+            raise kind(first.errno, text, first.filename) from first
         self._short = None
         self._tell_mended(failed, made, moved)
         if not self._is_running:
@@ -110,6 +116,32 @@ class Housing(Guarded):
         ]
         room = self._traffic.wait_for_room()
         self._execution.issue_all(plan_eviction(going, self._views(), room, self._line))
+
+    def _listen(self) -> None:
+        """Find out whether paths of which something was given up answer again, by a read that is given up too if not.
+
+        Whoever asked a disk for room that does not answer would wait for ever.
+        """
+        places = self._ledger.valid_places()
+        for name, striping in self._traffic.striping.items():
+            for extents in striping.silent().values():
+                found = ((extent, places.get(Resident(name, extent))) for extent in sorted(extents))
+                extent, chunk = next(((extent, chunk) for extent, chunk in found if chunk is not None), (None, None))
+                if extent is not None and chunk is not None:
+                    with contextlib.suppress(TransferError):
+                        self._read_out(chunk, Resident(name, extent), self._buffer_for(chunk))
+                        striping.succeed(extent)
+
+    def _read_out(self, chunk: int, place: Resident, into: Tensor) -> None:
+        where = self.setup.tiers[place.tier], place.extent
+        ticket = self.setup.transfer.read_out(where, into, ready=self._traffic.last_use.get(chunk))
+        try:
+            self.setup.transfer.wait_for(ticket, self.setup.timeout_seconds)
+        except TransferError as error:
+            raise self._traffic.explain(chunk, ticket.route, error) from error
+
+    def _buffer_for(self, chunk: int) -> Tensor:
+        return map_host_memory(self._infos[chunk].record_bytes)
 
     def _make_up(self) -> None:
         """Reserve again what has been lost, as far as there is disk for it."""
@@ -171,3 +203,15 @@ class Housing(Guarded):
             is_held = tier is not None and self._ledger.is_leased(chunk)
             views[chunk] = ChunkView(tier, tier if is_held and tier else self._ledger.home(chunk), info.compute)
         return views
+
+
+def refuse_to_lose_quarantined(tier: Tier, extents: int) -> None:
+    """Raise CapacityError if a slab that a tier would lose, to be `extents` large, cannot be given back."""
+    arena, left = tier.arena, tier.arena.lasting
+    for slab in arena.lasting_slabs():
+        left -= arena.lasting_in(slab)
+        if left >= extents and arena.has_quarantined(slab):
+            raise CapacityError(
+                f"tier {tier.name} stays {arena.capacity} extents large instead of {extents}: something that was given "
+                f"up (tiers.nvme.io.timeout) may still write to its last slab, or a part of that cannot be written"
+            )

@@ -25,8 +25,7 @@ from tierstore.errors import (
 )
 from tierstore.execution import ChunkInfo, Use
 from tierstore.growth import SLABS_PER_TIER
-from tierstore.housing import Housing, Setup
-from tierstore.mapping import map_host_memory
+from tierstore.housing import Housing, Setup, refuse_to_lose_quarantined
 from tierstore.placement import Room
 from tierstore.plan import Plan, plan_eviction, plan_fetch
 from tierstore.residency import Fresh, Moving, Resident
@@ -184,14 +183,6 @@ class ChunkStore(Housing):
             self._read_out(chunk, place, into)
             return True
 
-    def _read_out(self, chunk: int, place: Resident, into: Tensor) -> None:
-        where = self.setup.tiers[place.tier], place.extent
-        ticket = self.setup.transfer.read_out(where, into, ready=self._traffic.last_use.get(chunk))
-        try:
-            self.setup.transfer.wait_for(ticket, self.setup.timeout_seconds)
-        except TransferError as error:
-            raise self._traffic.explain(chunk, ticket.route, error) from error
-
     def wait(self) -> None:
         """Wait until every move under way has landed. Raises the error of one that failed."""
         with self._entered():
@@ -224,7 +215,7 @@ class ChunkStore(Housing):
         for chunk in self._traffic.unreadable.intersection(chunks):
             place = self._ledger.where(chunk)
             assert isinstance(place, Resident)
-            self._read_out(chunk, place, map_host_memory(self._infos[chunk].record_bytes))
+            self._read_out(chunk, place, self._buffer_for(chunk))
             self._traffic.unreadable.discard(chunk)
 
     # -- size ---------------------------------------------------------------------------------------------------
@@ -236,9 +227,14 @@ class ChunkStore(Housing):
         to a new home cannot, all homes stay as they were, and its error is raised.
         """
         with self._entered():
-            self.wait()
+            try:
+                self.wait()
+            except TransferError:
+                if self._short is None:
+                    raise  # else more room is what is wanted
             self._move_room(to_the_end=True)
             tier = self.setup.tiers[name]
+            refuse_to_lose_quarantined(tier, extents)
             before, slab = tier.arena.lasting, max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
             slower = self._line[self._line.index(name) + 1 :] if extents > before else ()
             rooms = self._rooms() | {name: Room(extents, name in self.setup.homes)}
@@ -249,6 +245,7 @@ class ChunkStore(Housing):
             except CapacityError:  # nothing has moved
                 self._shrink(tier, before)
                 raise
+            self._short = None
             self._shrink(tier, extents)
 
     def _move_room(self, *, to_the_end: bool = False) -> None:
@@ -277,12 +274,7 @@ class ChunkStore(Housing):
         try:
             while slab is not None and arena.lasting - arena.lasting_in(slab) >= extents:
                 if arena.has_quarantined(slab):
-                    _log.warning(
-                        "tier %s stays %d extents large instead of %d: something that was given up "
-                        "(tiers.nvme.io.timeout) may still write to its last slab, or a part of it cannot be written",
-                        *(tier.name, arena.lasting, extents),
-                    )
-                    return
+                    return  # lost meanwhile
                 for extent in arena.condemn(slab):
                     self._vacate(tier, Resident(tier.name, extent))
                 tier.shrink_on(slab)

@@ -51,6 +51,7 @@ class Striping:
         self._looks = 0
         self.owed = 0  # extents lost to failures and not made up for; below zero: more than was lost
         self._failures: Counter[int] = Counter()  # of each path, since it last did what it should
+        self._silent: set[int] = set()  # paths of which something was given up, and nothing has been heard since
         self._failed: dict[int, list[Extent]] = {}  # those of them that were writes: where to
 
     @property
@@ -164,7 +165,8 @@ class Striping:
         return Reserve(
             slabs=tuple(map(arena.extents_of, arena.slabs_on(path))),
             bytes_per_second=self._paths[path].bytes_per_second,
-            wants_more=self._refused[path] > 0 and path not in self._full and path not in self._tier.shunned,
+            wants_more=self._refused[path] > 0
+            and not (path in self._full or path in self._tier.shunned or path in self._silent),
         )
 
     # -- failures -----------------------------------------------------------------------------------------------
@@ -179,6 +181,7 @@ class Striping:
         path = self._tier.arena.path_of(extent.slab)
         self._failures.pop(path, None)
         self._failed.pop(path, None)
+        self._silent.discard(path)
 
     def fail(self, extent: Extent, error: TransferError, *, is_write: bool) -> None:
         """A read or write has failed for good. What cannot be written is never taken again; a path may be shunned.
@@ -196,6 +199,8 @@ class Striping:
                 if not isinstance(error, TransferTimeoutError):  # else it may be written to yet
                     self._failed.setdefault(path, []).append(extent)
         self._failures[path] += 1
+        if isinstance(error, TransferTimeoutError):
+            self._silent.add(path)  # who asked its disk for room might wait for ever
         if error.errno in _GONE or self._failures[path] >= FAILURES_IN_A_ROW:
             self._shun(path, error)
 
@@ -207,7 +212,7 @@ class Striping:
     def make_up(self) -> str:
         """Reserve as many extents as were lost, as far as there is disk for them; say in words what was done."""
         told: list[str] = []
-        sound = [path for path in range(len(self._paths)) if path not in self._tier.shunned]
+        sound = [path for path in range(len(self._paths)) if path not in self._tier.shunned | self._silent]
         for path in sorted(sound, key=lambda path: (self._failures[path], self._tier.arena.reserved_on(path))):
             before = self.owed
             self._make_up_on(path)
@@ -233,6 +238,14 @@ class Striping:
             extent for path in self._tier.shunned for extent in arena.all_owned() if arena.path_of(extent.slab) == path
         ]
         return frozenset(sorted(there)[:LEFT_BEHIND_AT_ONCE])
+
+    def silent(self) -> dict[int, frozenset[Extent]]:
+        """Paths of which nothing was heard since something was given up, and the extents owned there."""
+        arena = self._tier.arena
+        return {
+            path: frozenset(extent for extent in arena.all_owned() if arena.path_of(extent.slab) == path)
+            for path in self._silent
+        }
 
     def _shun(self, path: int, error: TransferError) -> None:
         arena = self._tier.arena

@@ -316,7 +316,8 @@ class Traffic:
             return
         if source.tier in self.striping and isinstance(error, TransferError):
             self.striping[source.tier].fail(source.extent, error, is_write=False)
-            self.unreadable.add(flight.chunk)
+            if not is_lost:
+                self.unreadable.add(flight.chunk)
         self._errors.append(self.explain(flight.chunk, (source.tier, flight.destination.tier), error))
 
     def _let_fall(self, flight: Flight, *, keep: bool = False) -> None:
@@ -335,7 +336,7 @@ class Traffic:
         source, destination = route
         if isinstance(error, ChecksumError):
             state = f"its only copy, in {source}, is damaged: {_WAY_ON}"
-        elif source in self.striping:
+        elif source in self.striping and not isinstance(error, TransferTimeoutError):
             state = f"its only copy, in {source}, cannot be read now: {_WAY_ON}"
         else:
             state = f"nothing is lost, its copy in {source} is still the valid one"
