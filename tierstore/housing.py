@@ -130,7 +130,7 @@ class Housing(Guarded):
                 if extent is not None and chunk is not None:
                     with contextlib.suppress(TransferError):
                         self._read_out(chunk, Resident(name, extent), self._buffer_for(chunk))
-                        striping.succeed(extent)
+                        striping.succeed(extent, is_write=False)
 
     def _read_out(self, chunk: int, place: Resident, into: Tensor) -> None:
         where = self.setup.tiers[place.tier], place.extent

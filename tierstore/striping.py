@@ -24,7 +24,7 @@ PATIENCE = 3
 """So many looks a condemned slab may take to empty itself; then the chunks in it are fetched."""
 
 FAILURES_IN_A_ROW = 3
-"""So many reads and writes of a path that failed for good, with none between that did not, are the path's own fault."""
+"""So many reads, or writes, of a path that failed for good in a row are the path's own fault."""
 
 LEFT_BEHIND_AT_ONCE = 4
 """So many chunks are fetched from paths that fail at the beginning of a step, besides those the step needs anyway."""
@@ -50,7 +50,7 @@ class Striping:
         self._condemned: list[int] = []  # slabs that are to empty themselves, of each path the last one first
         self._looks = 0
         self.owed = 0  # extents lost to failures and not made up for; below zero: more than was lost
-        self._failures: Counter[int] = Counter()  # of each path, since it last did what it should
+        self._failures: Counter[tuple[int, bool]] = Counter()  # of each path, of reads and of writes, in a row
         self._silent: set[int] = set()  # paths of which something was given up, and nothing has been heard since
         self._failed: dict[int, list[Extent]] = {}  # those of them that were writes: where to
 
@@ -68,7 +68,7 @@ class Striping:
         self._hear()
         everywhere = [path for path in range(len(self._paths)) if path not in self._tier.shunned]
         with_room = {path for path in everywhere if self._tier.arena.has_room(path)} | set(promised)
-        sound = {path for path in with_room if not self._failures[path]}
+        sound = {path for path in with_room if not self._failures[path, True]}
         chosen = self._best_of(sound or with_room, nbytes)
         wished = self._best_of(everywhere, nbytes)
         if chosen is None or wished is None:
@@ -176,11 +176,12 @@ class Striping:
         """Whether any path has failed and not done what it should since."""
         return bool(self._failures)
 
-    def succeed(self, extent: Extent) -> None:
+    def succeed(self, extent: Extent, *, is_write: bool) -> None:
         """A read or write has ended well: what failed on its path before were single extents."""
         path = self._tier.arena.path_of(extent.slab)
-        self._failures.pop(path, None)
-        self._failed.pop(path, None)
+        self._failures.pop((path, is_write), None)
+        if is_write:
+            self._failed.pop(path, None)
         self._silent.discard(path)
 
     def fail(self, extent: Extent, error: TransferError, *, is_write: bool) -> None:
@@ -198,10 +199,10 @@ class Striping:
                 self.owed += 1
                 if not isinstance(error, TransferTimeoutError):  # else it may be written to yet
                     self._failed.setdefault(path, []).append(extent)
-        self._failures[path] += 1
+        self._failures[path, is_write] += 1
         if isinstance(error, TransferTimeoutError):
             self._silent.add(path)  # who asked its disk for room might wait for ever
-        if error.errno in _GONE or self._failures[path] >= FAILURES_IN_A_ROW:
+        if error.errno in _GONE or self._failures[path, is_write] >= FAILURES_IN_A_ROW:
             self._shun(path, error)
 
     def give_up(self, extent: Extent) -> None:
@@ -213,7 +214,7 @@ class Striping:
         """Reserve as many extents as were lost, as far as there is disk for them; say in words what was done."""
         told: list[str] = []
         sound = [path for path in range(len(self._paths)) if path not in self._tier.shunned | self._silent]
-        for path in sorted(sound, key=lambda path: (self._failures[path], self._tier.arena.reserved_on(path))):
+        for path in sorted(sound, key=lambda path: (self._failures[path, True], self._tier.arena.reserved_on(path))):
             before = self.owed
             self._make_up_on(path)
             if before > self.owed:
@@ -228,7 +229,7 @@ class Striping:
             for slab in set(arena.slabs_of(path)) - set(arena.slabs_on(path)):
                 arena.reprieve(slab)
                 self.owed -= arena.lasting_in(slab)
-            self._failures[path] = FAILURES_IN_A_ROW - 1
+            self._failures[path, True] = FAILURES_IN_A_ROW - 1
         return bool(shunned)
 
     def left_behind(self) -> frozenset[Extent]:

@@ -285,10 +285,10 @@ class Traffic:
         self.last_use.pop(flight.chunk, None)
         if self._flights.land(flight):
             self.tiers[source.tier].release(source.extent)
-        for place in (source, flight.destination):
+        for place, is_write in ((source, False), (flight.destination, True)):
             striping = self.striping.get(place.tier)
             if striping is not None and striping.has_failed:
-                striping.succeed(place.extent)
+                striping.succeed(place.extent, is_write=is_write)
         self.unreadable.discard(flight.chunk)
         ticket = flight.ticket
         self.recorder.record_move(*ticket.route, ticket.nbytes, ticket.seconds)
