@@ -29,6 +29,7 @@ from tierstore.placement import (
     Need,
     Room,
     auto_chunk_bytes,
+    even_chunk_bytes,
     place_homes,
     size_tiers,
     whole_pages,
@@ -129,13 +130,18 @@ class Plant:
     def chunk_bytes(self, state_bytes: int, largest_element: int, *, classes: int | None) -> int:
         """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes.
 
-        `classes`: of so many classes is all state there will be; None: more of it may come.
+        `classes`: of so many classes is all state there will be; None: more of it may come, or some has its home
+        elsewhere.
         """
         if self.policy.chunk_size != "auto":
             return whole_pages(self.policy.chunk_size)
         asked = self.given_bytes("gpu" if self.gpu is not None else "cpu")
         smallest = max(1 << 14, whole_pages(1024 * largest_element + 4095))
         largest = LARGEST_CHUNK if self.tuning is None else self.tuning.chunk_size.value
+        if classes == 1 and state_bytes > UNHURRIED_CHUNK and self.policy.update == "step":
+            even = even_chunk_bytes(state_bytes)  # beside backward smaller ones can begin earlier
+            if self._keeps(state_bytes + even, asked):
+                return even
         stays = classes is not None and self._keeps(state_bytes + classes * UNHURRIED_CHUNK, asked)
         return auto_chunk_bytes(state_bytes, asked, largest=largest, smallest=smallest, stays=stays)
 
@@ -229,9 +235,22 @@ class Plant:
             order=self.order,
             slab_extents=slabs,
             transfer=transfer,
-            io=_io_stats(engine, tiers.get("nvme"), checksum=nvme is not None and nvme.io.checksum),
+            io=_io_stats(engine, tiers.get("nvme")),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
+            decided=self._decided(rooms, extent_bytes),
         )
+
+    def _decided(self, rooms: Mapping[str, Room], extent_bytes: int) -> tuple[tuple[str, str, str], ...]:
+        """What was decided on the way to a store, and why."""
+        asked = f"order: {self.policy.order}, update: {self.policy.update}"
+        sizes = ", ".join(f"{name} {room.extents:,}" for name, room in rooms.items())
+        found = [("order", f"updates are in {self.order} order", asked)]
+        found.append(
+            ("size", f"extents of {extent_bytes:,} bytes: {sizes}", "what the policy asks for and chunks need")
+        )
+        if self.tuning is not None:
+            found += [("tuning", f"{choice.key}: {choice.shown}", choice.why) for choice in self.tuning]
+        return tuple(found)
 
     def _make_tier(self, name: str, extent_bytes: int, engine: Engine | None) -> Tier:
         if name == "gpu":
@@ -241,8 +260,8 @@ class Plant:
             return MemoryTier(
                 name, self.parts.host_for(self.parameters_on, pin_memory=self._pins_memory()), extent_bytes
             )
-        assert self.policy.tiers.nvme is not None and engine is not None
         nvme = self.policy.tiers.nvme
+        assert nvme is not None and engine is not None
         tier = FileTier(name, _open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
         try:
             for file in tier.files:
@@ -385,9 +404,7 @@ def _wants_direct(nvme: NvmeTier) -> bool | None:
 
 
 def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
-    direct = _wants_direct(nvme)
-    if not engine.supports_direct:
-        direct = False
+    direct = _wants_direct(nvme) if engine.supports_direct else False
     files: list[SwapFile] = []
     with ExitStack() as undo:
         for folder in swap_folders(nvme.paths):
@@ -397,9 +414,7 @@ def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
     return files
 
 
-def _io_stats(engine: Engine | None, tier: Tier | None, *, checksum: bool) -> IoStats:
+def _io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
     if engine is None or not isinstance(tier, FileTier):
         return IoStats("none", direct=False, paths=())
-    is_direct = all(file.direct for file in tier.files)
-    paths = tuple(str(file.folder) for file in tier.files)
-    return IoStats(engine.name, direct=is_direct, paths=paths, checksum=checksum)
+    return IoStats(engine.name, all(file.direct for file in tier.files), tier.paths, tier.keeps_sums)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ class Setup:
     transfer: TransferEngine
     io: IoStats
     timeout_seconds: float | None = None
+    decided: tuple[tuple[str, str, str], ...] = ()  # on the way here: each decision's kind, what, and why
 
 
 class Housing(Guarded):
@@ -99,6 +101,7 @@ class Housing(Guarded):
         for error in list(failed.values())[:1]:
             more = [self._describe(chunk) for chunk in list(failed)[1:9]]
             done = [*made, *([f"{moved} chunks have their home in faster memory now"] if moved else [])]
+            self._traffic.recorder.decide("room", "; ".join(done) or "extents that were free are used", str(error))
             _log.warning(
                 "%s%s. What cannot be written is not used again; in its place: %s",
                 error,
@@ -143,6 +146,14 @@ class Housing(Guarded):
     def _buffer_for(self, chunk: int) -> Tensor:
         return map_host_memory(self._infos[chunk].record_bytes)
 
+    def _refuse_unreadable(self, chunks: Sequence[int]) -> None:
+        """Raise what stands in the way of a run, before it begins: chunks that could not, and still cannot, be read."""
+        for chunk in self._traffic.unreadable.intersection(chunks):
+            place = self._ledger.where(chunk)
+            assert isinstance(place, Resident)
+            self._read_out(chunk, place, self._buffer_for(chunk))
+            self._traffic.unreadable.discard(chunk)
+
     def _make_up(self) -> None:
         """Reserve again what has been lost, as far as there is disk for it."""
         for striping in self._traffic.striping.values():
@@ -172,6 +183,17 @@ class Housing(Guarded):
         homes = place_homes(needs, rooms, order=self.setup.order, extent_bytes=self._extent_bytes)
         return dict(zip(infos, homes, strict=True))
 
+    def _homes_with(self, infos: Mapping[int, ChunkInfo]) -> dict[int, str]:
+        """Choose homes for all chunks and new ones, in what room there is once failures have been made up for."""
+        self._make_up()
+        together = {**self._infos, **infos}
+        try:
+            return self._homes_for(together, self._rooms())
+        except CapacityError:
+            if not self._try_again():
+                raise
+            return self._homes_for(together, self._rooms())
+
     def _rehome(self, homes: Mapping[int, str]) -> None:
         """Change homes once the chunks that move up to theirs have landed. On an error all stay as they were."""
         changed = {chunk: homes[chunk] for chunk in self._infos if homes[chunk] != self._ledger.home(chunk)}
@@ -180,8 +202,15 @@ class Housing(Guarded):
         free = {chunk: home for chunk, home in changed.items() if not self._ledger.is_leased(chunk)}
         self._execution.issue_all(plan_homes(free, self._views(), self._traffic.wait_for_room(), self._line))
         self._wait_until_all_landed()
+        routes = Counter(f"{self._ledger.home(chunk)} -> {home}" for chunk, home in changed.items())
         for chunk, home in changed.items():
             self._ledger.set_home(chunk, home)
+        self._tell_homes(f"{len(changed):,} chunks have another home", routes)
+
+    def _tell_homes(self, what: str, counts: Mapping[str, int]) -> None:
+        rooms = ", ".join(f"{name} {room.extents:,}" for name, room in self._rooms().items() if room.homes)
+        where = ", ".join(f"{count:,} {home}" for home, count in counts.items())
+        self._traffic.recorder.decide("homes", f"{what}: {where or 'none'}", f"room for homes and pipelines: {rooms}")
 
     # -- plans --------------------------------------------------------------------------------------------------
 
@@ -203,15 +232,3 @@ class Housing(Guarded):
             is_held = tier is not None and self._ledger.is_leased(chunk)
             views[chunk] = ChunkView(tier, tier if is_held and tier else self._ledger.home(chunk), info.compute)
         return views
-
-
-def refuse_to_lose_quarantined(tier: Tier, extents: int) -> None:
-    """Raise CapacityError if a slab that a tier would lose, to be `extents` large, cannot be given back."""
-    arena, left = tier.arena, tier.arena.lasting
-    for slab in arena.lasting_slabs():
-        left -= arena.lasting_in(slab)
-        if left >= extents and arena.has_quarantined(slab):
-            raise CapacityError(
-                f"tier {tier.name} stays {arena.capacity} extents large instead of {extents}: something that was given "
-                f"up (tiers.nvme.io.timeout) may still write to its last slab, or a part of that cannot be written"
-            )

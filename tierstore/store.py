@@ -25,7 +25,7 @@ from tierstore.errors import (
 )
 from tierstore.execution import ChunkInfo, Use
 from tierstore.growth import SLABS_PER_TIER
-from tierstore.housing import Housing, Setup, refuse_to_lose_quarantined
+from tierstore.housing import Housing, Setup
 from tierstore.placement import Room
 from tierstore.plan import Plan, plan_eviction, plan_fetch
 from tierstore.residency import Fresh, Moving, Resident
@@ -48,6 +48,8 @@ class ChunkStore(Housing):
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
         self._traces: list[Trace] = []
+        for decision in setup.decided:
+            self._traffic.recorder.decide(*decision)
 
     def _on_entry(self) -> None:
         self._traffic.settle()
@@ -57,18 +59,14 @@ class ChunkStore(Housing):
     def add_chunks(self, infos: Mapping[int, ChunkInfo]) -> None:
         """Enter fresh chunks and give them homes. Raises CapacityError, with nothing changed, if there is no room."""
         with self._entered():
-            self._make_up()
-            try:
-                homes = self._homes_for({**self._infos, **infos}, self._rooms())
-            except CapacityError:
-                if not self._try_again():
-                    raise
-                homes = self._homes_for({**self._infos, **infos}, self._rooms())
+            homes = self._homes_with(infos)
             self._rehome(homes)
             self._short = None
             self._infos.update(infos)
             for chunk in infos:
                 self._ledger.add(chunk, homes[chunk])
+            if infos:
+                self._tell_homes(f"{len(infos):,} new chunks", Counter(homes[chunk] for chunk in infos))
 
     def remove_chunk(self, chunk: int) -> None:
         """Delete a chunk and its bytes. Raises LeaseError while somebody leases it."""
@@ -183,6 +181,10 @@ class ChunkStore(Housing):
             self._read_out(chunk, place, into)
             return True
 
+    def count_write_wait(self, seconds: float) -> None:
+        """Count time in which a use waited for a copy of its chunk to be written as a wait for writes."""
+        self._traffic.write_wait_seconds += seconds
+
     def wait(self) -> None:
         """Wait until every move under way has landed. Raises the error of one that failed."""
         with self._entered():
@@ -210,14 +212,6 @@ class ChunkStore(Housing):
         self._failure = self._broken_off = None
         self._try_again()
 
-    def _refuse_unreadable(self, chunks: Sequence[int]) -> None:
-        """Raise what stands in the way of a run, before it begins: chunks that could not, and still cannot, be read."""
-        for chunk in self._traffic.unreadable.intersection(chunks):
-            place = self._ledger.where(chunk)
-            assert isinstance(place, Resident)
-            self._read_out(chunk, place, self._buffer_for(chunk))
-            self._traffic.unreadable.discard(chunk)
-
     # -- size ---------------------------------------------------------------------------------------------------
 
     def resize_tier(self, name: str, extents: int) -> None:
@@ -234,7 +228,7 @@ class ChunkStore(Housing):
                     raise  # else more room is what is wanted
             self._move_room(to_the_end=True)
             tier = self.setup.tiers[name]
-            refuse_to_lose_quarantined(tier, extents)
+            tier.check_shrinks(extents)
             before, slab = tier.arena.lasting, max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
             slower = self._line[self._line.index(name) + 1 :] if extents > before else ()
             rooms = self._rooms() | {name: Room(extents, name in self.setup.homes)}
@@ -247,6 +241,8 @@ class ChunkStore(Housing):
                 raise
             self._short = None
             self._shrink(tier, extents)
+            what = f"{name} has {tier.arena.capacity:,} extents of {self._extent_bytes:,} bytes, before {before:,}"
+            self._traffic.recorder.decide("resize", what, f"{extents:,} were asked for")
 
     def _move_room(self, *, to_the_end: bool = False) -> None:
         """Let room move between the paths of a tier; `to_the_end`: finish what has begun instead."""
@@ -354,6 +350,15 @@ class ChunkStore(Housing):
             tiers = {name: tier.stats(chunks[name]) for name, tier in self.setup.tiers.items()}
             paths = {folder: one for each in self._traffic.striping.values() for folder, one in each.stats().items()}
             return self._traffic.recorder.snapshot(tiers, self.setup.transfer.io_stats(self.setup.io), paths)
+
+    def residency(self) -> dict[int, str | None]:
+        """The tier that each chunk is in or bound for, None while it is fresh. May be called within a run."""
+        with self._entered(may_nest=True):
+            return {chunk: self._ledger.bound_for(chunk) for chunk in self._ledger}
+
+    def describe(self, chunk: int) -> str:
+        """Words for a chunk: its number, and what is in it."""
+        return self._describe(chunk)
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[Trace]:

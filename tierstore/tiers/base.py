@@ -10,7 +10,7 @@ import abc
 from collections.abc import Sequence
 
 from tierstore.arena import Arena, Extent
-from tierstore.errors import InvariantError
+from tierstore.errors import CapacityError, InvariantError
 from tierstore.stats import TierStats
 
 
@@ -48,6 +48,20 @@ class Tier(abc.ABC):
     def shrink(self) -> None:
         """Give back the last slab, which is condemned and empty."""
         self.shrink_on(self.arena.last_slab)
+
+    def check_shrinks(self, extents: int) -> None:
+        """Check that the slabs a tier must lose to be `extents` large can be given back once they are empty.
+
+        Raises CapacityError if an extent in them is quarantined.
+        """
+        arena, left = self.arena, self.arena.lasting
+        for slab in arena.lasting_slabs():
+            left -= arena.lasting_in(slab)
+            if left >= extents and arena.has_quarantined(slab):
+                raise CapacityError(
+                    f"tier {self.name} stays {arena.capacity} extents large instead of {extents}: something that was "
+                    f"given up (tiers.nvme.io.timeout) may still write to its last slab, or it cannot all be written"
+                )
 
     def shrink_on(self, slab: int) -> None:
         """Give back a slab that is condemned and empty. Raises InvariantError if it is not the last on its path."""

@@ -24,6 +24,11 @@ class FileTier(Tier):
         file, offset = self._slabs[extent.slab]
         return file, offset + extent.offset
 
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether it remembers checksums of what was written."""
+        return self._sums is not None
+
     def begin_sums(self, extent: Extent) -> Sums | None:
         """Where a write is to note what it writes to an extent; None without checksums."""
         if self._sums is None:
