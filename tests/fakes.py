@@ -39,6 +39,9 @@ KILLED = 86
 
 # --- io
 
+SHORT = -1
+"""Among errnos: no error, but a transfer of one block."""
+
 
 class Outcome:
     """An operation's `done`: remembers every call, and waits for the first."""
@@ -93,6 +96,8 @@ class FaultyEngine(ThreadsEngine):
         self._control = threading.Condition()
         self._faults: list[_Fault] = []
         self._lies: list[_Fault] = []
+        self._spoilt: list[tuple[_Fault, set[tuple[str, Kind, int]]]] = []  # and where each has struck
+        self._broken: dict[str, tuple[int, Kind | None]] = {}
         self._most_bytes: int | None = None
         self._to_hold: list[_Fault] = []
         self.held: list[Request] = []
@@ -103,6 +108,11 @@ class FaultyEngine(ThreadsEngine):
         with self._control:
             self._faults.append(_Fault(code, kind, nth - 1, times))
 
+    def spoil(self, code: int = errno.EIO, *, nth: int = 1, times: int | None = 1, kind: Kind | None = None) -> None:
+        """As `fail`, and for good: what was hit fails each time it is tried again at its place in the file."""
+        with self._control:
+            self._spoilt.append((_Fault(code, kind, nth - 1, times), set()))
+
     def interrupt(self, times: int, *, kind: Kind | None = None) -> None:
         """Let the next requests be interrupted (EINTR) before they move anything."""
         self.fail(errno.EINTR, times=times, kind=kind)
@@ -111,6 +121,16 @@ class FaultyEngine(ThreadsEngine):
         """Let requests succeed with other bytes: those that arrive in the file, or that a read brings."""
         with self._control:
             self._lies.append(_Fault(0, kind, nth - 1, times))
+
+    def break_path(self, folder: str, code: int, *, kind: Kind | None = None) -> None:
+        """Let every request in a folder fail, or every one of a kind."""
+        with self._control:
+            self._broken[folder] = code, kind
+
+    @property
+    def has_struck(self) -> bool:
+        """Whether some fault has hit a request."""
+        return any(fault.times == 0 for fault in (*self._faults, *(fault for fault, _ in self._spoilt)))
 
     def shorten(self, most_bytes: int | None) -> None:
         """Let each request move at most so many bytes; None ends that. 0 is what an end of file looks like."""
@@ -122,6 +142,8 @@ class FaultyEngine(ThreadsEngine):
         with self._control:
             self._faults.clear()
             self._lies.clear()
+            self._spoilt.clear()
+            self._broken.clear()
             self._most_bytes = None
 
     def hold(self, *, nth: int = 1, times: int | None = None, kind: Kind | None = None) -> None:
@@ -154,12 +176,28 @@ class FaultyEngine(ThreadsEngine):
             self.requests += 1
             if _strikes(self._to_hold, kind):
                 self._wait_for_release(request)
-            code = _strikes(self._faults, kind)
+            code = _strikes(self._faults, kind) or self._strikes_again(request)
             lies = _strikes(self._lies, kind) is not None
             most_bytes = self._most_bytes
+        if code == SHORT:
+            return self._move(request, 4096)
         if code:
             raise OSError(code, os.strerror(code))
         return self._move_falsely(request) if lies else self._move(request, most_bytes)
+
+    def _strikes_again(self, request: Request) -> int | None:
+        operation = request.operation
+        place = operation.path, operation.kind, operation.offset + request.start
+        for folder, (code, kind) in self._broken.items():
+            if operation.path.startswith(folder) and kind in (None, operation.kind):
+                return code
+        for fault, places in self._spoilt:
+            if place in places:
+                return fault.code
+            if _strikes([fault], operation.kind) is not None:
+                places.add(place)
+                return fault.code
+        return None
 
     def _wait_for_release(self, request: Request) -> None:
         self.held.append(request)

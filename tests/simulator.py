@@ -405,9 +405,15 @@ class RandomLife:
             assert self._arrangement() == before
             self.capacity_errors += 1
 
+    def _extents_of(self, tier: str) -> int:
+        """The extents of a tier, with those that failed writes have cost and that are still to be made up for."""
+        store = self.simulation.store
+        striping = store._traffic.striping.get(tier)
+        return store.setup.tiers[tier].arena.lasting + (striping.owed if striping is not None else 0)
+
     def _arrangement(self) -> tuple[dict[int, str], dict[str, int]]:
         store = self.simulation.store
         return (
             {chunk: store.home_of(chunk) for chunk in self.simulation.expected},
-            {tier: store.setup.tiers[tier].arena.lasting for tier in self.capacity},
+            {tier: self._extents_of(tier) for tier in self.capacity},
         )

@@ -111,7 +111,7 @@ class Arena:
 
     @property
     def quarantined(self) -> int:
-        """Extents that a timed-out request may still touch; never used again."""
+        """Extents that cannot be written, or that a timed-out request may still touch; not used again."""
         return len(self._quarantined)
 
     def has_room(self, path: int) -> bool:
@@ -122,9 +122,29 @@ class Arena:
         """The numbers of a path's slabs that are not condemned, the oldest first."""
         return tuple(number for number, slab in self._slabs.items() if slab.path == path and self._is_open(number))
 
+    def slabs_of(self, path: int) -> tuple[int, ...]:
+        """The numbers of all slabs of a path, the oldest first."""
+        return tuple(number for number, slab in self._slabs.items() if slab.path == path)
+
+    def all_owned(self) -> frozenset[Extent]:
+        """The extents that hold, receive or are promised a chunk."""
+        return frozenset(self._owned)
+
     def last_slab_on(self, path: int) -> int:
         """The number of the newest slab on a path that has one."""
         return next(number for number, slab in reversed(self._slabs.items()) if slab.path == path)
+
+    def last_lasting(self) -> int | None:
+        """The number of the newest slab that is not condemned; None without one."""
+        return next((number for number in reversed(self._slabs) if self._is_open(number)), None)
+
+    def lasting_slabs(self) -> tuple[int, ...]:
+        """The numbers of the slabs that are not condemned, the newest first."""
+        return tuple(number for number in reversed(self._slabs) if self._is_open(number))
+
+    def lasting_in(self, slab: int) -> int:
+        """Extents of a slab, without those in quarantine."""
+        return self._slabs[slab].extents - sum(extent.slab == slab for extent in self._quarantined)
 
     def has_slab(self, slab: int) -> bool:
         """Whether there is a slab of this number."""
@@ -216,10 +236,7 @@ class Arena:
         """Give back an extent that is owned or draining."""
         owners = self._owned if extent in self._owned else self._draining
         self._leave(owners, extent)
-        if extent.slab in self._idle:
-            self._idle[extent.slab].append(extent)
-        else:
-            self._make_free(extent)
+        self._put_back(extent)
 
     def drain(self, extent: Extent) -> None:
         """Give up an owned extent that may still be touched; `release` follows when it no longer can be."""
@@ -227,9 +244,14 @@ class Arena:
         self._draining.add(extent)
 
     def quarantine(self, extent: Extent) -> None:
-        """Never use an owned extent again, as a request that was given up may still write to it."""
+        """Never use an owned extent again: it cannot be written, or something given up may still write to it."""
         self._leave(self._owned, extent)
         self._quarantined.add(extent)
+
+    def pardon(self, extent: Extent) -> None:
+        """Let a quarantined extent be used again: it was not its own fault, and nobody is at it."""
+        self._leave(self._quarantined, extent)
+        self._put_back(extent)
 
     def check(self) -> None:
         """Raise InvariantError unless every extent is in exactly one state."""
@@ -249,6 +271,12 @@ class Arena:
 
     def _is_open(self, slab: int) -> bool:
         return slab not in self._idle
+
+    def _put_back(self, extent: Extent) -> None:
+        if extent.slab in self._idle:
+            self._idle[extent.slab].append(extent)
+        else:
+            self._make_free(extent)
 
     def _make_next(self, slab: int) -> None:
         made = self._slabs[slab].made

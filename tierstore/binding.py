@@ -165,8 +165,13 @@ class Binding:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def read(self, wanted: Mapping[int, Sequence[str]], results: Results) -> dict[int, dict[str, Tensor]]:
-        """Copy fields of parameters, by position, into 1-D CPU tensors in storage order; move no chunk."""
+    def read(
+        self, wanted: Mapping[int, Sequence[str]], results: Results, missing: dict[int, TransferError] | None = None
+    ) -> dict[int, dict[str, Tensor]]:
+        """Copy fields of parameters, by position, into 1-D CPU tensors in storage order; move no chunk.
+
+        Parameters that cannot be read are noted in `missing`, if that is given, and left out.
+        """
         flat = {
             (position, name): results.allocate(self.members[position].form.numel(), self._dtype(position, name))
             for position, names in wanted.items()
@@ -178,7 +183,13 @@ class Binding:
             if MASTER in names and self._has_split_master(position)
         }
         for chunk in self.chunks_of(wanted):
-            record = self._read(chunk)
+            try:
+                record = self._read(chunk)
+            except TransferError as error:
+                if missing is None:
+                    raise
+                missing |= {span.parameter: error for span in chunk.spans if span.parameter in wanted}
+                continue
             for span in chunk.spans:
                 for name in wanted.get(span.parameter, ()):
                     part = flat[span.parameter, name].narrow(0, span.start, span.length)
@@ -187,7 +198,11 @@ class Binding:
                     else:
                         high = halves.get(span.parameter) if name == MASTER else None
                         read_field(chunk, span, name, record, high, part, self._scratch)
-        return {position: {name: flat[position, name] for name in names} for position, names in wanted.items()}
+        return {
+            position: {name: flat[position, name] for name in names}
+            for position, names in wanted.items()
+            if not missing or position not in missing
+        }
 
     def _has_split_master(self, position: int) -> bool:
         spans = self.layout.spans_of[position]

@@ -25,9 +25,13 @@ TierstoreError
 |   |   +-- IncompleteCheckpointError   one that was never finished
 |   +-- CheckpointValueError (ValueError)  what was given to be saved cannot be stored: names the key's path
 +-- InvariantError (AssertionError)     store.check() found the store inconsistent: a fault of tierstore's own
+
+PartialStateWarning (UserWarning)       not an error: a partial state dict, and what it lacks
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class TierstoreError(Exception):
@@ -64,6 +68,19 @@ class TransferTimeoutError(TransferError):
 
 class ChecksumError(TransferError):
     """What was read, twice, is not what had been written; the copy that it was read from is damaged."""
+
+
+class PartialStateWarning(UserWarning):
+    """A state dict lacks parameters whose state cannot be read: `missing` says which, by name, and why."""
+
+    def __init__(self, missing: Mapping[str, str]) -> None:
+        shown = "; ".join(f"{name}: {why}" for name, why in list(missing.items())[:8])
+        more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
+        super().__init__(
+            f"tierstore: this state dict is without the state of {len(missing)} parameters that cannot be read: "
+            f"{shown}{more}. Loaded as it is, they begin anew; take them from an older checkpoint"
+        )
+        self.missing = dict(missing)
 
 
 class TransferCancelledError(TierstoreError):

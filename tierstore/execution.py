@@ -22,7 +22,7 @@ from tierstore.sparing import Sparing
 from tierstore.stats import StepStats
 from tierstore.tiers import MemoryTier
 from tierstore.trace import CONTROL, Trace
-from tierstore.traffic import Traffic
+from tierstore.traffic import FailedWriteError, Traffic
 
 Use = Callable[[int, Tensor, bool], None]
 """Called with a chunk's number, its record (uint8, on the device of the tier that computes), whether it is fresh."""
@@ -35,6 +35,15 @@ class ChunkInfo:
     record_bytes: int
     compute: str
     named: str | None = None
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a run has moved so far, and how long it has waited for what its uses need."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    not_ready_seconds: float = 0.0
 
 
 class Execution:
@@ -54,6 +63,7 @@ class Execution:
         use: Use,
         finish: Callable[[], None] | None = None,
         ready: Callable[[int], None] | None = None,
+        replan: Callable[[], Plan] | None = None,
     ) -> StepStats:
         """Run a step's plan, on one core less where that is faster; return what that took and what it moved.
 
@@ -62,9 +72,9 @@ class Execution:
         """
         if ready is not None:
             with leaving_one_free():
-                return self.run(plan, use, finish, ready)
+                return self.run(plan, use, finish, ready, replan)
         with leaving_one_free() if self._sparing.is_on and self._uses_files(plan) else nullcontext():
-            stats = self.run(plan, use, finish)
+            stats = self.run(plan, use, finish, None, replan)
         self._hear(stats)
         if stats.bytes_read and stats.bound != "arithmetic":
             return replace(stats, on_small_pages=self._lies_on_small_pages())
@@ -76,38 +86,51 @@ class Execution:
         use: Use,
         finish: Callable[[], None] | None = None,
         ready: Callable[[int], None] | None = None,
+        replan: Callable[[], Plan] | None = None,
     ) -> StepStats:
         """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved.
 
-        Time in `ready`, which is called before each use and waits for what the use needs, counts as none of it.
+        Time in `ready`, which is called before each use and waits for what the use needs, counts as none of it. When a
+        write fails for good, which voids the plan, `replan` gives another, of the uses that are left.
         """
         traffic, trace, began = self._traffic, self._traffic.trace, time.perf_counter()
         self.used = []
         traffic.read_wait_seconds = traffic.write_wait_seconds = 0.0
-        bytes_read = bytes_written = 0
-        not_ready_seconds = 0.0
+        tally = _Tally()
+        while True:
+            try:
+                self._carry_out(plan, use, ready, tally)
+                break
+            except FailedWriteError:
+                if replan is None:
+                    raise
+                plan = replan()
+        if finish is not None:
+            finish()
+        ended = time.perf_counter()
+        if trace is not None:
+            moved = {"read": tally.bytes_read, "written": tally.bytes_written}
+            trace.add(CONTROL, "run", began, ended, chunks=len(self.used), **moved)
+        reads, writes = traffic.read_wait_seconds, traffic.write_wait_seconds
+        update_seconds = ended - began - tally.not_ready_seconds - reads - writes
+        return StepStats(1, update_seconds, reads, writes, tally.bytes_read, tally.bytes_written)
+
+    def _carry_out(self, plan: Plan, use: Use, ready: Callable[[int], None] | None, tally: _Tally) -> None:
+        traffic, trace = self._traffic, self._traffic.trace
         for action in plan.actions:
             break_point()
             traffic.raise_errors()  # a move rolled back has taken the plan's ground away
             if isinstance(action, Move):
                 nbytes = self._infos[action.chunk].record_bytes
-                bytes_read += nbytes if action.source in self._files else 0
-                bytes_written += nbytes if action.destination in self._files else 0
+                tally.bytes_read += nbytes if action.source in self._files else 0
+                tally.bytes_written += nbytes if action.destination in self._files else 0
                 traffic.issue(action, nbytes)
             else:
                 if ready is not None:
                     paused = time.perf_counter()
                     ready(action.chunk)
-                    not_ready_seconds += time.perf_counter() - paused
+                    tally.not_ready_seconds += time.perf_counter() - paused
                 self._use(action.chunk, use, trace)
-        if finish is not None:
-            finish()
-        ended = time.perf_counter()
-        if trace is not None:
-            trace.add(CONTROL, "run", began, ended, chunks=len(self.used), read=bytes_read, written=bytes_written)
-        reads, writes = traffic.read_wait_seconds, traffic.write_wait_seconds
-        update_seconds = ended - began - not_ready_seconds - reads - writes
-        return StepStats(1, update_seconds, reads, writes, bytes_read, bytes_written)
 
     def _hear(self, stats: StepStats) -> None:
         """Let it be decided whether the next step leaves a core free."""

@@ -37,11 +37,11 @@ def unwrap(state: Any) -> Any:
     return unwrap_view(state)
 
 
-def materialise_entries(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def materialise_entries(optimizer: Any, state_dict: dict[str, Any], *, is_partial: bool = False) -> dict[str, Any]:
     """Turn the views in a state dict into plain dicts of tensors, reading each chunk once."""
     if optimizer.has_state():
         binding, handed = optimizer.bound()
-        states = materialise(binding, handed)
+        states = materialise(binding, handed, is_partial=is_partial)
         ids = _ids(optimizer.param_groups, state_dict["param_groups"])
         state_dict["state"] = {
             ids[id(binding.members[position].parameter)]: state for position, state in states.items()

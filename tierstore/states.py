@@ -5,6 +5,7 @@ A state is a mapping of field names to tensors of the parameter's shape, as torc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tierstore.binding import Binding
-from tierstore.errors import StateDictError
+from tierstore.errors import PartialStateWarning, StateDictError, TransferError
 from tierstore.guard import in_plain_torch
 from tierstore.handed import Handed, shaped
 from tierstore.layout import as_real
@@ -24,8 +25,11 @@ from tierstore.rules import Rule, step_count
 STEP = "step"
 
 
-def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
-    """Copy all state out as plain dicts of CPU tensors, by position: memory of its own, not changed by later steps."""
+def materialise(binding: Binding, handed: Handed, *, is_partial: bool = False) -> dict[int, dict[str, Any]]:
+    """Copy all state out as plain dicts of CPU tensors, by position: memory of its own, not changed by later steps.
+
+    `is_partial`: what cannot be read is left out, with a PartialStateWarning.
+    """
     handed.absorb()
     wanted = {position: field_order(binding, position) for position in sorted(binding.steps)}
     expected = sum(
@@ -33,7 +37,11 @@ def materialise(binding: Binding, handed: Handed) -> dict[int, dict[str, Any]]:
         for position in wanted
         for field in binding.fields_of(position)
     )
-    read = binding.read(wanted, Results.under(binding.policy, expected))
+    missing: dict[int, TransferError] | None = {} if is_partial else None
+    read = binding.read(wanted, Results.under(binding.policy, expected), missing)
+    if missing:
+        why = {binding.members[position].name: str(error) for position, error in sorted(missing.items())}
+        warnings.warn(PartialStateWarning(why), stacklevel=2)
     return {
         position: {
             **({STEP: binding.steps.copy_of(position)} if binding.rule.counts_steps else {}),

@@ -47,6 +47,7 @@ class PathStats:
     """One swap folder now: what it has reserved and in use, its share of the tier's chunks, what moved since the start.
 
     `bytes_per_second` is measured while it is busy, over the last few transfers, reads and writes; 0 before the first.
+    One that is `is_shunned` has failed so often that nothing more is written to it.
     """
 
     capacity_bytes: int
@@ -55,6 +56,7 @@ class PathStats:
     bytes_per_second: float
     bytes_read: int
     bytes_written: int
+    is_shunned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ class IoStats:
     """What swap files are read and written with, and what went wrong with that.
 
     `timed_out` counts reads and writes given up after `io.timeout`, `late` those of them that came back after all,
-    `misread` requests whose checksum was right only when they were read once more.
+    `misread` requests whose checksum was right only when they were read once more, `retries` whole reads and writes
+    that were begun once more because they had failed.
     """
 
     engine: str
@@ -137,6 +140,7 @@ class IoStats:
     timed_out: int = 0
     late: int = 0
     misread: int = 0
+    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
 """Runs plans: the one place where decisions (plan, placement) meet the doing (traffic), and where leases are granted.
 
 Only one thread is inside at a time, and every call first commits what has landed meanwhile. A move that failed is
-rolled back, and its error is raised by the next call that needs chunks. A run that breaks off after chunks were used
-closes the store to further runs until `forgive`; reading works on.
+rolled back. A failed write is made good, and a run that it happens in planned anew from there; the error of any other
+move is raised by the next call that needs chunks. A run that breaks off after chunks were used closes the store to
+further runs until `forgive`; reading works on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -22,48 +23,28 @@ from tierstore.errors import (
     StoreClosedError,
     TransferError,
 )
-from tierstore.execution import ChunkInfo, Execution, Use
+from tierstore.execution import ChunkInfo, Use
 from tierstore.growth import SLABS_PER_TIER
-from tierstore.guard import Guarded
-from tierstore.placement import Need, Room, place_homes
-from tierstore.planning import ChunkView, Plan, Update, plan_eviction, plan_fetch, plan_homes, plan_step
+from tierstore.housing import Housing, Setup
+from tierstore.placement import Room
+from tierstore.planning import Plan, plan_eviction, plan_fetch
 from tierstore.residency import Fresh, Moving, Resident
-from tierstore.stats import IoStats, Stats
+from tierstore.stats import Stats
+from tierstore.striping import Striping
 from tierstore.tiers import MemoryTier, Tier
 from tierstore.trace import Trace
-from tierstore.traffic import Traffic
-from tierstore.transfer import TransferEngine
+from tierstore.traffic import FailedWriteError
 
 __all__ = ["ChunkInfo", "ChunkStore", "Setup", "Use"]
 
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a store is built from: tiers on a line, fastest first; which may be homes; and the doers."""
-
-    tiers: Mapping[str, Tier]
-    homes: frozenset[str]
-    order: str
-    slab_extents: Mapping[str, int]
-    transfer: TransferEngine
-    io: IoStats
-    timeout_seconds: float | None = None
-    decided: tuple[tuple[str, str, str], ...] = ()  # on the way here: each decision's kind, what, and why
+_log = logging.getLogger("tierstore.store")
 
 
-class ChunkStore(Guarded):
+class ChunkStore(Housing):
     """Chunks in tiers. `describe` turns a chunk number into words for errors."""
 
     def __init__(self, setup: Setup, *, describe: Callable[[int], str] = "chunk {}".format) -> None:
-        super().__init__(tuple(setup.tiers.values()), setup.transfer)
-        self.setup = setup
-        self._line = tuple(setup.tiers)
-        self._extent_bytes = setup.tiers[self._line[0]].arena.extent_bytes
-        self._infos: dict[int, ChunkInfo] = {}
-        self._traffic = Traffic(setup.tiers, setup.transfer, describe=describe, timeout_seconds=setup.timeout_seconds)
-        self._ledger = self._traffic.ledger
-        self._execution = Execution(self._traffic, self._infos)
-        self._describe = describe
+        super().__init__(setup, describe=describe)
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
         self._traces: list[Trace] = []
@@ -78,8 +59,9 @@ class ChunkStore(Guarded):
     def add_chunks(self, infos: Mapping[int, ChunkInfo]) -> None:
         """Enter fresh chunks and give them homes. Raises CapacityError, with nothing changed, if there is no room."""
         with self._entered():
-            homes = self._homes_for({**self._infos, **infos}, self._rooms())
+            homes = self._homes_with(infos)
             self._rehome(homes)
+            self._short = None
             self._infos.update(infos)
             for chunk in infos:
                 self._ledger.add(chunk, homes[chunk])
@@ -94,9 +76,8 @@ class ChunkStore(Guarded):
             self._traffic.wait_until_over(chunk)  # a move that failed leaves the source, which goes now too
             place = self._ledger.remove(chunk)
             del self._infos[chunk]
-            last_use = self._traffic.last_use.pop(chunk, None)
             if isinstance(place, Resident):
-                self._traffic.give_up(place, last_use)
+                self._traffic.give_up(chunk, place)
 
     def holds(self, chunk: int) -> bool:
         """Whether the chunk was added and not removed."""
@@ -134,44 +115,51 @@ class ChunkStore(Guarded):
         before anything has moved, FailedStepError if an earlier run broke off.
         """
         with self._entered():
-            self._traffic.raise_errors()
+            self._raise_errors()
             if self._failure is not None:
                 raise FailedStepError(self._failure)
             self._move_room()
-            plan = self._plan(order, upcoming)
+            self._refuse_unreadable(order)
             with self._running():
-                self._execute(plan, use, finish, ready, is_step=is_step)
+                self._execute(order, upcoming, use, finish, ready, is_step=is_step)
 
     @contextlib.contextmanager
     def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
         """Hold a chunk's record where it is used; changes are kept. The chunk does not move until the end."""
         with self._entered():
-            self.fetch_now(chunk)
-            record, _ = self._execution.begin_use(chunk)
+            record = self._begin_lease(chunk)
         try:
             yield record
         finally:
             with self._entered(wait=True):  # the lease must end, whoever is inside
                 self._execution.end_use(chunk)
 
+    def _begin_lease(self, chunk: int) -> Tensor:
+        while True:
+            self.fetch_now(chunk)
+            try:
+                return self._execution.begin_use(chunk)[0]
+            except FailedWriteError:
+                pass  # which the next round makes good, or raises
+
     def fetch(self, chunks: Sequence[int]) -> None:
         """Begin to bring chunks to where they are used, as far as there is room; wait for nothing."""
         with self._entered():
-            self._traffic.raise_errors()
+            self._raise_errors()
             wanted = [chunk for chunk in chunks if not isinstance(self._ledger.where(chunk), Fresh)]
             self._execution.issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
 
     def fetch_now(self, chunk: int) -> None:
         """Begin to bring one chunk to where it is used, whatever has to make room."""
         with self._entered():
-            self._traffic.raise_errors()
+            self._raise_errors()
             if self._ledger.bound_for(chunk) != self._infos[chunk].compute:
                 self._execution.issue_all(self._plan([chunk], ()))
 
     def send_home(self, chunks: Sequence[int]) -> None:
         """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
         with self._entered():
-            self._traffic.raise_errors()
+            self._raise_errors()
             for chunk in chunks:
                 if self._ledger.is_leased(chunk):
                     raise LeaseError(f"{self._describe(chunk)} is leased and cannot be evicted")
@@ -190,12 +178,7 @@ class ChunkStore(Guarded):
                 return False
             if not isinstance(place, Resident):
                 raise InvariantError(f"{self._describe(chunk)} has stopped moving and is still {place}")
-            where = self.setup.tiers[place.tier], place.extent
-            ticket = self.setup.transfer.read_out(where, into, ready=self._traffic.last_use.get(chunk))
-            try:
-                self.setup.transfer.wait_for(ticket, self.setup.timeout_seconds)
-            except TransferError as error:
-                raise self._traffic.explain(chunk, ticket.route, error) from error
+            self._read_out(chunk, place, into)
             return True
 
     def count_write_wait(self, seconds: float) -> None:
@@ -205,8 +188,12 @@ class ChunkStore(Guarded):
     def wait(self) -> None:
         """Wait until every move under way has landed. Raises the error of one that failed."""
         with self._entered():
-            self._traffic.wait_for_all()
-            self._traffic.raise_errors()
+            while True:
+                self._traffic.wait_until_all_over()
+                if not self._traffic.failed_writes:
+                    break
+                self._raise_errors()
+            self._raise_errors()
 
     # -- failed steps -------------------------------------------------------------------------------------------
 
@@ -223,6 +210,7 @@ class ChunkStore(Guarded):
     def forgive(self) -> None:
         """Allow runs again: whoever calls has put parameters and state right."""
         self._failure = self._broken_off = None
+        self._try_again()
 
     # -- size ---------------------------------------------------------------------------------------------------
 
@@ -233,12 +221,17 @@ class ChunkStore(Guarded):
         to a new home cannot, all homes stay as they were, and its error is raised.
         """
         with self._entered():
-            self.wait()
+            try:
+                self.wait()
+            except TransferError:
+                if self._short is None:
+                    raise  # else more room is what is wanted
             self._move_room(to_the_end=True)
             tier = self.setup.tiers[name]
-            before, slab = tier.arena.capacity, max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
+            tier.check_shrinks(extents)
+            before, slab = tier.arena.lasting, max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
             slower = self._line[self._line.index(name) + 1 :] if extents > before else ()
-            rooms = self._rooms() | {name: Room(extents - tier.arena.quarantined, name in self.setup.homes)}
+            rooms = self._rooms() | {name: Room(extents, name in self.setup.homes)}
             homes = self._homes_for(self._infos, rooms, anew=slower)
             tier.grow(max(0, extents - before), slab_extents=slab)
             try:
@@ -246,6 +239,7 @@ class ChunkStore(Guarded):
             except CapacityError:  # nothing has moved
                 self._shrink(tier, before)
                 raise
+            self._short = None
             self._shrink(tier, extents)
             what = f"{name} has {tier.arena.capacity:,} extents of {self._extent_bytes:,} bytes, before {before:,}"
             self._traffic.recorder.decide("resize", what, f"{extents:,} were asked for")
@@ -256,18 +250,34 @@ class ChunkStore(Guarded):
             with contextlib.nullcontext() if to_the_end else contextlib.suppress(CapacityError):  # there is a next time
                 for extent in striping.in_the_way() if to_the_end else striping.move_room():
                     self._vacate(self.setup.tiers[name], Resident(name, extent))
+                self._fetch_left_behind(self.setup.tiers[name], striping)
             striping.give_back()
+
+    def _fetch_left_behind(self, tier: Tier, striping: Striping) -> None:
+        """Move some chunks off paths that fail; those that cannot be read stay, for who needs them to be told."""
+        for extent in striping.left_behind():
+            chunk = self._ledger.valid_places().get(Resident(tier.name, extent))
+            if chunk is not None and chunk not in self._traffic.unreadable and not self._ledger.is_leased(chunk):
+                try:
+                    self._vacate(tier, Resident(tier.name, extent))
+                except TransferError as error:
+                    _log.warning("%s", error)
 
     def _shrink(self, tier: Tier, extents: int) -> None:
         """Empty and give back slabs from the last on, as long as `extents` are left."""
+        arena = tier.arena
+        slab = arena.last_lasting()
         try:
-            while tier.arena.slabs and sum(tier.arena.slabs[:-1]) >= extents:
-                tier.check_last_slab(extents)
-                for extent in tier.arena.condemn_last():
+            while slab is not None and arena.lasting - arena.lasting_in(slab) >= extents:
+                if arena.has_quarantined(slab):
+                    return  # lost meanwhile
+                for extent in arena.condemn(slab):
                     self._vacate(tier, Resident(tier.name, extent))
-                tier.shrink()
+                tier.shrink_on(slab)
+                slab = arena.last_lasting()
         finally:
-            tier.arena.reprieve()
+            if slab is not None and slab not in arena.slabs_on(arena.path_of(slab)):
+                arena.reprieve(slab)
 
     def _vacate(self, tier: Tier, place: Resident) -> None:
         """Move the chunk in a condemned extent to another tier, or to another extent of this one."""
@@ -292,72 +302,33 @@ class ChunkStore(Guarded):
             self.send_home([guests.pop()])
             self._traffic.wait_for_all()
 
-    def _rooms(self) -> dict[str, Room]:
-        return {name: Room(tier.arena.lasting, name in self.setup.homes) for name, tier in self.setup.tiers.items()}
-
-    def _homes_for(
-        self, infos: Mapping[int, ChunkInfo], rooms: Mapping[str, Room], *, anew: Sequence[str] = ()
-    ) -> dict[int, str]:
-        """Choose homes; chunks keep those they have, as far as they can, except in the tiers `anew`."""
-        kept = {chunk: home for chunk in self._infos if (home := self._ledger.home(chunk)) not in anew}
-        needs = [Need(info.compute, info.named, kept.get(chunk)) for chunk, info in infos.items()]
-        homes = place_homes(needs, rooms, order=self.setup.order, extent_bytes=self._extent_bytes)
-        return dict(zip(infos, homes, strict=True))
-
-    def _rehome(self, homes: Mapping[int, str]) -> None:
-        """Change homes once the chunks that move up to theirs have landed. On an error all stay as they were."""
-        changed = {chunk: homes[chunk] for chunk in self._infos if homes[chunk] != self._ledger.home(chunk)}
-        if not changed:
-            return
-        free = {chunk: home for chunk, home in changed.items() if not self._ledger.is_leased(chunk)}
-        self._execution.issue_all(plan_homes(free, self._views(), self._traffic.wait_for_room(), self._line))
-        self.wait()
-        routes = Counter(f"{self._ledger.home(chunk)} -> {home}" for chunk, home in changed.items())
-        for chunk, home in changed.items():
-            self._ledger.set_home(chunk, home)
-        self._tell_homes(f"{len(changed):,} chunks have another home", routes)
-
-    def _tell_homes(self, what: str, counts: Mapping[str, int]) -> None:
-        rooms = ", ".join(f"{name} {room.extents:,}" for name, room in self._rooms().items() if room.homes)
-        where = ", ".join(f"{count:,} {home}" for home, count in counts.items())
-        self._traffic.recorder.decide("homes", f"{what}: {where or 'none'}", f"room for homes and pipelines: {rooms}")
-
     # -- running a plan -----------------------------------------------------------------------------------------
-
-    def _plan(self, order: Sequence[int], upcoming: Sequence[int]) -> Plan:
-        """Plan a run; there is nothing to plan while all chunks of this one and the next are where they are used."""
-        if self._are_in_place(order) and self._are_in_place(upcoming):
-            return Plan(tuple(map(Update, order)))
-        return plan_step(order, upcoming, self._views(), self._traffic.wait_for_room(), self._line)
-
-    def _are_in_place(self, chunks: Sequence[int]) -> bool:
-        bound_for, infos = self._ledger.bound_for, self._infos
-        return all(bound_for(chunk) == infos[chunk].compute for chunk in chunks)
-
-    def _views(self) -> dict[int, ChunkView]:
-        """What planning sees; a leased chunk counts as at home where it is, so that it is not asked to leave."""
-        views = {}
-        for chunk, info in self._infos.items():
-            tier = self._ledger.bound_for(chunk)
-            is_held = tier is not None and self._ledger.is_leased(chunk)
-            views[chunk] = ChunkView(tier, tier if is_held and tier else self._ledger.home(chunk), info.compute)
-        return views
 
     def _execute(
         self,
-        plan: Plan,
+        order: Sequence[int],
+        upcoming: Sequence[int],
         use: Use,
         finish: Callable[[], None] | None = None,
         ready: Callable[[int], None] | None = None,
         *,
         is_step: bool = False,
     ) -> None:
-        """Carry out a plan. A run that breaks off closes the store to further runs."""
+        """Plan a run and carry it out; anew from where chunks are then, if a failed write voids the plan.
+
+        A run that breaks off closes the store to further runs.
+        """
+        plan = self._plan(order, upcoming)
+
+        def replan() -> Plan:
+            self._raise_errors()
+            return self._plan(order[len(self._execution.used) :], upcoming)
+
         try:
             if is_step:
-                self._traffic.recorder.record_step(self._execution.step(plan, use, finish, ready))
+                self._traffic.recorder.record_step(self._execution.step(plan, use, finish, ready, replan))
             else:
-                self._execution.run(plan, use, finish, ready)
+                self._execution.run(plan, use, finish, ready, replan)
         except BaseException as error:
             self._break_off(self._execution.used, error)
             raise

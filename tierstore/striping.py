@@ -2,17 +2,19 @@
 
 A chunk's path is chosen when its extent is taken, so it is chosen anew at every write-back. Where the paths' parts of
 the room do not suit their rates, room moves by slabs: one swap file grows, another's last slab is condemned, empties
-itself as its chunks leave for memory, and is given back.
+itself as its chunks leave for memory, and is given back. A path that keeps failing is shunned: nothing is taken from
+it any more, and what was lost with it, or with single extents that cannot be written, is reserved elsewhere.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 
 from tierstore.arena import Extent
-from tierstore.errors import SwapError
+from tierstore.errors import TransferError, TransferTimeoutError
 from tierstore.paths import DEALT_MEMORY, Path, PathLoad, Reserve, Shift, choose_path, plan_shifts
 from tierstore.stats import PathStats
 from tierstore.tiers import Tier
@@ -21,6 +23,18 @@ from tierstore.tuning import per_second
 
 PATIENCE = 3
 """So many looks a condemned slab may take to empty itself; then the chunks in it are fetched."""
+
+FAILURES_IN_A_ROW = 3
+"""So many reads, or writes, of a path that failed for good in a row are the path's own fault."""
+
+LEFT_BEHIND_AT_ONCE = 4
+"""So many chunks are fetched from paths that fail at the beginning of a step, besides those the step needs anyway."""
+
+LOOKS_BEFORE_TRYING_AGAIN = 32
+"""A path whose disk was found full is asked for room again after it was wanted at so many looks."""
+
+_GONE = {errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENOMEDIUM}
+"""What says at once that a path is gone, or can only be read."""
 
 _log = logging.getLogger("tierstore.striping")
 
@@ -35,9 +49,13 @@ class Striping:
         self._paths = [Path() for _ in tier.paths]
         self._ended: deque[tuple[Path, Ticket, bool]] = deque()  # filled by workers
         self._refused: Counter[int] = Counter()  # how often a path was wanted and full, since the last look
-        self._full: set[int] = set()  # paths whose disk has no more room
+        self._full: dict[int, int] = {}  # paths whose disk had no more room, and for how many looks to believe it
         self._condemned: list[int] = []  # slabs that are to empty themselves, of each path the last one first
         self._looks = 0
+        self.owed = 0  # extents lost to failures and not made up for; below zero: more than was lost
+        self._failures: Counter[tuple[int, bool]] = Counter()  # of each path, of reads and of writes, in a row
+        self._silent: set[int] = set()  # paths of which something was given up, and nothing has been heard since
+        self._failed: dict[int, list[Extent]] = {}  # those of them that were writes: where to
 
     @property
     def has_choice(self) -> bool:
@@ -51,9 +69,10 @@ class Striping:
         would have to wait for it in a free extent too.
         """
         self._hear()
-        everywhere = range(len(self._paths))
-        free = {path for path in everywhere if self._tier.arena.has_room(path)}
-        chosen = self._best_of(free | set(promised), nbytes)
+        everywhere = [path for path in range(len(self._paths)) if path not in self._tier.shunned]
+        with_room = {path for path in everywhere if self._tier.arena.has_room(path)} | set(promised)
+        sound = {path for path in with_room if not self._failures[path, True]}
+        chosen = self._best_of(sound or with_room, nbytes)
         wished = self._best_of(everywhere, nbytes)
         if chosen is None or wished is None:
             return 0
@@ -122,6 +141,10 @@ class Striping:
 
     def _begin_move(self) -> None:
         if self._refused.total():
+            for path in [path for path in self._full if self._refused[path]]:
+                self._full[path] -= 1
+                if not self._full[path]:
+                    del self._full[path]
             for shift in plan_shifts([self._reserve(path) for path in range(len(self._paths))]):
                 self._move(shift)
             self._refused.clear()
@@ -130,9 +153,9 @@ class Striping:
         arena, paths = self._tier.arena, self._tier.paths
         try:
             self._tier.grow_on(shift.to, shift.extents)
-        except SwapError as error:
+        except OSError as error:
             _log.info("%s stays as it is, though it could be used more: %s", paths[shift.to], error)
-            self._full.add(shift.to)
+            self._full[shift.to] = LOOKS_BEFORE_TRYING_AGAIN
             return
         slab = arena.slabs_on(shift.giver)[-1]
         arena.condemn(slab)
@@ -151,8 +174,118 @@ class Striping:
         return Reserve(
             slabs=tuple(map(arena.extents_of, arena.slabs_on(path))),
             bytes_per_second=self._paths[path].bytes_per_second,
-            wants_more=self._refused[path] > 0 and path not in self._full,
+            wants_more=self._refused[path] > 0
+            and not (path in self._full or path in self._tier.shunned or path in self._silent),
         )
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any path has failed and not done what it should since."""
+        return bool(self._failures)
+
+    def succeed(self, extent: Extent, *, is_write: bool) -> None:
+        """A read or write has ended well: what failed on its path before were single extents."""
+        path = self._tier.arena.path_of(extent.slab)
+        self._failures.pop((path, is_write), None)
+        if is_write:
+            self._failed.pop(path, None)
+        self._silent.discard(path)
+
+    def fail(self, extent: Extent, error: TransferError, *, is_write: bool) -> None:
+        """A read or write has failed for good. What cannot be written is never taken again; a path may be shunned.
+
+        A path is if it is gone by what the error says, or after FAILURES_IN_A_ROW.
+        """
+        arena = self._tier.arena
+        path = arena.path_of(extent.slab)
+        if is_write and path in self._tier.shunned and not isinstance(error, TransferTimeoutError):
+            arena.release(extent)  # to nobody
+        elif is_write:
+            arena.quarantine(extent)
+            if not arena.is_condemned(extent):
+                self.owed += 1
+                if not isinstance(error, TransferTimeoutError):  # else it may be written to yet
+                    self._failed.setdefault(path, []).append(extent)
+        self._failures[path, is_write] += 1
+        if isinstance(error, TransferTimeoutError):
+            self._silent.add(path)  # who asked its disk for room might wait for ever
+        if error.errno in _GONE or self._failures[path, is_write] >= FAILURES_IN_A_ROW:
+            self._shun(path, error)
+
+    def give_up(self, extent: Extent) -> None:
+        """Never again use an owned extent whose bytes could not be read."""
+        self.owed += not self._tier.arena.is_condemned(extent)
+        self._tier.arena.quarantine(extent)
+
+    def make_up(self) -> str:
+        """Reserve as many extents as were lost, as far as there is disk for them; say in words what was done."""
+        told: list[str] = []
+        sound = [path for path in range(len(self._paths)) if path not in self._tier.shunned | self._silent]
+        for path in sorted(sound, key=lambda path: (self._failures[path, True], self._tier.arena.reserved_on(path))):
+            before = self.owed
+            self._make_up_on(path)
+            if before > self.owed:
+                told.append(f"{before - self.owed} extents more in {self._tier.paths[path]}")
+        return " and ".join(told)
+
+    def try_again(self) -> bool:
+        """Take shunned paths into use again, if there are any; the next failure of one is enough to shun it again."""
+        arena, shunned = self._tier.arena, sorted(self._tier.shunned)
+        for path in shunned:
+            self._tier.shunned.discard(path)
+            for slab in set(arena.slabs_of(path)) - set(arena.slabs_on(path)):
+                arena.reprieve(slab)
+                self.owed -= arena.lasting_in(slab)
+            self._failures[path, True] = FAILURES_IN_A_ROW - 1
+        return bool(shunned)
+
+    def left_behind(self) -> frozenset[Extent]:
+        """Some of the extents still owned on paths that nothing more is written to."""
+        arena = self._tier.arena
+        there = [
+            extent for path in self._tier.shunned for extent in arena.all_owned() if arena.path_of(extent.slab) == path
+        ]
+        return frozenset(sorted(there)[:LEFT_BEHIND_AT_ONCE])
+
+    def silent(self) -> dict[int, frozenset[Extent]]:
+        """Paths of which nothing was heard since something was given up, and the extents owned there."""
+        arena = self._tier.arena
+        return {
+            path: frozenset(extent for extent in arena.all_owned() if arena.path_of(extent.slab) == path)
+            for path in self._silent
+        }
+
+    def _shun(self, path: int, error: TransferError) -> None:
+        arena = self._tier.arena
+        if path in self._tier.shunned:
+            return
+        for extent in self._failed.pop(path, ()):  # they are no worse than the others
+            arena.pardon(extent)
+            self.owed -= 1
+        self._tier.shunned.add(path)
+        self._condemned = [slab for slab in self._condemned if arena.path_of(slab) != path]  # its file is left alone
+        for slab in arena.slabs_on(path):
+            self.owed += arena.lasting_in(slab)
+            arena.condemn(slab)
+        _log.warning(
+            "nothing more is written to %s, as it keeps failing; what is there moves elsewhere while that can be: %s",
+            self._tier.paths[path],
+            error,
+        )
+
+    def _make_up_on(self, path: int) -> None:
+        extents = self.owed
+        while self.owed > 0 and extents > 0:
+            extents = min(extents, self.owed)
+            try:
+                self._tier.grow_on(path, extents)
+            except OSError as error:
+                _log.info("no room for %d extents in %s: %s", extents, self._tier.paths[path], error)
+                extents //= 2
+            else:
+                self.owed -= extents
 
     # -- the whole ----------------------------------------------------------------------------------------------
 
@@ -169,6 +302,7 @@ class Striping:
                 bytes_per_second=path.bytes_per_second or 0.0,
                 bytes_read=path.read_bytes,
                 bytes_written=path.written_bytes,
+                is_shunned=number in self._tier.shunned,
             )
             for number, (folder, path) in enumerate(zip(self._tier.paths, self._paths, strict=True))
         }

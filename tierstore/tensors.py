@@ -97,7 +97,7 @@ class TieredStore(PieceStore):
         _check_name(name)
         form, raw = take_apart(tensor)
         with self._entered():
-            self._traffic.raise_errors()
+            self._raise_errors()
             if name in self._registered:
                 raise ValueError(f"{name!r} names the state of a parameter in this store: choose another name")
             self._refuse_lent(name, "replaced")
@@ -221,7 +221,7 @@ class TieredStore(PieceStore):
                 )
             self.resize_tier(tier, nbytes // self._extent_bytes)
             self._growing.pop(tier, None)
-            return self.setup.tiers[tier].arena.capacity * self._extent_bytes
+            return self.setup.tiers[tier].arena.lasting * self._extent_bytes
 
     def check(self) -> None:
         """Raise InvariantError unless every invariant holds: of arenas, ledger and moves, and of names and pieces."""

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial as partial_function
 from typing import Any, ClassVar, Self
 
 import torch
@@ -253,16 +254,18 @@ class TieredOptimizer(Checkpointed, torch.optim.Optimizer):
         """The states of tensors that were parameters and are no longer, as plain dicts; see `Held.aside`."""
         return self._held.aside
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, partial: bool = False) -> dict[str, Any]:
         """As torch's, all tensors on the CPU; low-precision parameters have a `master` more.
 
         The tensors are copies, unaffected by later steps. State larger than the policy grants in memory is returned as
-        mappings of an unnamed file in the swap folder.
+        mappings of an unnamed file in the swap folder. `partial`: a parameter whose state cannot be read, which would
+        be a TransferError, is absent from `state`, and a PartialStateWarning names it.
         """
         with self._held.alone():
             if self.has_state():
                 self.bound()
-            handle = self.register_state_dict_post_hook(materialise_entries, prepend=True)
+            materialised = partial_function(materialise_entries, is_partial=partial)
+            handle = self.register_state_dict_post_hook(materialised, prepend=True)
             aside, self._held.aside = self._held.aside, {}  # torch numbers what is in the groups only
             try:
                 return super().state_dict()

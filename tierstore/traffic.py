@@ -2,7 +2,8 @@
 
 Every change to them is made here, on the thread that called the store. A move is begun with its extent taken or
 claimed; `settle` commits what has landed and rolls back what has failed. A failed move leaves the chunk where it was;
-its error is kept until `raise_errors`.
+its error is kept until `raise_errors`. A failed write to a file can be made good, by who knows where else there is
+room; until then it is among `failed_writes`. What a file could not be made to give back is `unreadable`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ from tierstore.tiers import MemoryTier, Tier
 from tierstore.trace import CONTROL, Trace
 from tierstore.transfer import Ticket, TransferEngine
 
+_WAY_ON = "all other state can be saved (state_dict(partial=True)), and load_state_dict() puts this right"
+
+
+class FailedWriteError(TransferError):
+    """A write to a file has failed for good. Its extent is lost, the chunk is where it was, and every plan is void."""
+
 
 class Traffic:
     """Chunks under way between tiers. `describe` turns a chunk number into words for errors."""
@@ -56,6 +63,8 @@ class Traffic:
         self._flights = Flights(iter(tiers))
         self._by_ticket: dict[Ticket, Flight] = {}
         self._errors: list[TierstoreError] = []
+        self.failed_writes: dict[int, FailedWriteError] = {}  # by chunk
+        self.unreadable: set[int] = set()  # chunks whose last read from a file failed
         self._draining: list[tuple[Resident, Event]] = []
         self._rank = {tier: rank for rank, tier in enumerate(tiers)}
 
@@ -116,7 +125,7 @@ class Traffic:
         It lies on the path chosen, or, where there is but one, is rather one that is left for `source`.
         """
         arena, striping = self.tiers[tier].arena, self.striping.get(tier)
-        if striping is None or not striping.has_choice:
+        if striping is None or not (striping.has_choice or self.tiers[tier].shunned):
             path, claimed = 0, self._flights.next_leaving(tier, source)
         else:
             leaving = self._leaving_by_path(tier)
@@ -202,20 +211,28 @@ class Traffic:
         return True
 
     def raise_errors(self) -> None:
-        """Raise the errors of moves that failed, each once."""
+        """Raise the errors of moves that failed, each once; that of a failed write until somebody has made it good."""
         if self._errors:
             errors, self._errors = self._errors, []
             for other in errors[1:]:
                 errors[0].add_note(f"also: {other}")
             raise errors[0]
+        for failed in self.failed_writes.values():
+            raise failed
 
     def unmake(self) -> None:
         """Give back the places kept for chunks that were not made after all."""
         for flight in [flight for flight in self._flights if flight.source is None]:
             self._let_fall(flight)
 
-    def give_up(self, place: Resident, last_use: Event | None) -> None:
-        """Free the place of a chunk that is gone; later, if a kernel may still be at it."""
+    def give_up(self, chunk: int, place: Resident) -> None:
+        """Free the place of a chunk that is gone; later, if a kernel may be at it; never, if it was unreadable."""
+        last_use = self.last_use.pop(chunk, None)
+        self.failed_writes.pop(chunk, None)
+        if chunk in self.unreadable:
+            self.unreadable.discard(chunk)
+            self.striping[place.tier].give_up(place.extent)
+            return
         if last_use is None or last_use.query():
             self.tiers[place.tier].release(place.extent)
             return
@@ -262,14 +279,17 @@ class Traffic:
         assert flight.ticket is not None and flight.source is not None
         error = flight.ticket.error()
         if error is not None:
-            self._let_fall(flight, is_lost=isinstance(error, TransferTimeoutError))
-            if not isinstance(error, TransferCancelledError):
-                self._errors.append(self.explain(flight.chunk, flight.ticket.route, error))
+            self._fail(flight, flight.source, error)
             return
         source = self.ledger.commit_move(flight.chunk)
         self.last_use.pop(flight.chunk, None)
         if self._flights.land(flight):
             self.tiers[source.tier].release(source.extent)
+        for place, is_write in ((source, False), (flight.destination, True)):
+            striping = self.striping.get(place.tier)
+            if striping is not None and striping.has_failed:
+                striping.succeed(place.extent, is_write=is_write)
+        self.unreadable.discard(flight.chunk)
         ticket = flight.ticket
         self.recorder.record_move(*ticket.route, ticket.nbytes, ticket.seconds)
         if self.trace is not None:
@@ -277,18 +297,36 @@ class Traffic:
             args = {"chunk": flight.chunk, "bytes": ticket.nbytes}
             self.trace.add(route, f"chunk {flight.chunk}", began, began + ticket.seconds, **args)
 
-    def _let_fall(self, flight: Flight, *, is_lost: bool = False) -> None:
-        """Undo a flight and all that counted on it; every source stays the valid copy.
+    def _fail(self, flight: Flight, source: Resident, error: TierstoreError) -> None:
+        """Undo a flight that failed, and note what that means for the chunk and for the extents it was at."""
+        is_lost = isinstance(error, TransferTimeoutError)
+        striping = self.striping.get(flight.destination.tier)
+        if striping is not None and isinstance(error, TransferError):
+            self._let_fall(flight, keep=True)
+            striping.fail(flight.destination.extent, error, is_write=True)
+            told = self.explain(flight.chunk, (source.tier, flight.destination.tier), error)
+            failed = FailedWriteError(error.errno, getattr(told, "strerror", None) or str(told), error.filename)
+            failed.__cause__ = error
+            self.failed_writes[flight.chunk] = failed
+            return
+        self._let_fall(flight, keep=is_lost)
+        if is_lost:
+            self.tiers[flight.destination.tier].arena.quarantine(flight.destination.extent)
+        if isinstance(error, TransferCancelledError):
+            return
+        if source.tier in self.striping and isinstance(error, TransferError):
+            self.striping[source.tier].fail(source.extent, error, is_write=False)
+            if not is_lost:
+                self.unreadable.add(flight.chunk)
+        self._errors.append(self.explain(flight.chunk, (source.tier, flight.destination.tier), error))
 
-        One that is `lost` may yet put its bytes where it was to put them, and nothing else may ever be there.
-        """
+    def _let_fall(self, flight: Flight, *, keep: bool = False) -> None:
+        """Undo a flight and all that counted on it; every source stays the valid copy. `keep`: not its own extent."""
         fallen = self._flights.fall(flight)
         for chunk, hops in Counter(one.chunk for one in fallen if one.source is not None).items():
             self.ledger.abort_move(chunk, hops)
         for one in fallen:
-            if is_lost and one is flight:
-                self.tiers[one.destination.tier].arena.quarantine(one.destination.extent)
-            elif one.owns_destination:
+            if one.owns_destination and not (keep and one is flight):
                 self.tiers[one.destination.tier].release(one.destination.extent)
 
     def explain(self, chunk: int, route: tuple[str, str], error: TierstoreError) -> TierstoreError:
@@ -297,7 +335,9 @@ class Traffic:
             return error
         source, destination = route
         if isinstance(error, ChecksumError):
-            state = f"its only copy, in {source}, is damaged: load state from a checkpoint"
+            state = f"its only copy, in {source}, is damaged: {_WAY_ON}"
+        elif source in self.striping and not isinstance(error, TransferTimeoutError):
+            state = f"its only copy, in {source}, cannot be read now: {_WAY_ON}"
         else:
             state = f"nothing is lost, its copy in {source} is still the valid one"
         text = (
@@ -327,7 +367,8 @@ class Traffic:
             if len(owned) != tier.arena.owned or not all(tier.arena.is_owned(place.extent) for place in owned):
                 raise InvariantError(f"tier {name} counts {tier.arena.owned} owned extents, the ledger {len(owned)}")
             homes = sum(self.ledger.home(chunk) == name for chunk in self.ledger)
-            if homes > tier.arena.lasting + tier.arena.quarantined:  # what is lost was somebody's home
+            owed = max(0, self.striping[name].owed) if name in self.striping else 0
+            if homes > tier.arena.lasting + tier.arena.quarantined + owed:  # what is lost was somebody's home
                 raise InvariantError(f"tier {name} is home to {homes} chunks but has {tier.arena.lasting} extents")
         self._check_hops()
 

@@ -1,4 +1,4 @@
-"""Runs one copy between extents of two neighbouring tiers and returns a ticket. Decides nothing, retries nothing.
+"""Runs one copy between extents of two neighbouring tiers and returns a ticket. Decides nothing.
 
 Whoever waits here gives up what hangs: a ticket whose error is a TransferTimeoutError stands for bytes that may arrive
 late, so that what they would arrive in must never be used again. What they come from may: reading does no harm.
@@ -29,6 +29,7 @@ from tierstore.errors import (
 )
 from tierstore.io import Engine, Kind, Operation
 from tierstore.lanes import Copy, Lane
+from tierstore.retries import Retries
 from tierstore.stats import IoStats
 from tierstore.tickets import Ticket, as_transfer_error
 from tierstore.tiers import FileTier, MemoryTier, Tier
@@ -78,6 +79,7 @@ class TransferEngine:
 
     def __init__(self, io: Engine | None, accelerator: Device | None = None) -> None:
         self._io = io
+        self._retries = None if io is None else Retries(io)
         self._accelerator = accelerator
         self._lanes: dict[str, Lane] = {}
         self._ended: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -166,7 +168,10 @@ class TransferEngine:
     def io_stats(self, still: IoStats) -> IoStats:
         """Add what went wrong with files so far to what is known of them."""
         io = self._io
-        return still if io is None else replace(still, timed_out=io.timed_out, late=io.late, misread=io.misread)
+        if io is None or self._retries is None:
+            return still
+        retries = self._retries.count
+        return replace(still, timed_out=io.timed_out, late=io.late, misread=io.misread, retries=retries)
 
     def close(self) -> None:
         """Let what was submitted end, on the accelerator too, and stop the workers. Idempotent.
@@ -204,7 +209,7 @@ class TransferEngine:
     ) -> None:
         if ready is not None:
             ready.wait()
-        assert self._io is not None  # a file tier is never built without an engine
+        assert self._retries is not None  # a file tier is never built without an engine
         file, offset = tier.range_at(extent)
 
         def done(error: TransferError | None) -> None:
@@ -213,7 +218,7 @@ class TransferEngine:
             ticket.resolve(error)
 
         sums = tier.begin_sums(extent) if kind is Kind.WRITE else tier.sums_of(extent)
-        self._io.submit(
+        self._retries.submit(
             Operation(kind, file.fd, file.path, offset, memory, file.direct, done, sums, late=file.may_be_closed)
         )
 

@@ -705,9 +705,9 @@ def test_a_read_that_fails_in_backward_is_raised_by_the_step_and_a_load_goes_on(
         take_step(theirs, reference, step)
     saved = copy.deepcopy((mine.state_dict(), optimizer.state_dict()))
     optimizer.zero_grad()
-    engine.fail(kind=Kind.READ)
+    engine.spoil(kind=Kind.READ)
     mine(2).backward()
-    with pytest.raises(TransferError, match="nothing is lost"):
+    with pytest.raises(TransferError, match="cannot be read now"):
         optimizer.step()
     mine.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])

@@ -90,24 +90,27 @@ def test_whichever_request_of_a_step_hangs_nothing_is_lost_and_training_goes_on(
     kind: Kind, tiers: str, every: int, tmp_path: Path
 ) -> None:
     """The request comes back only after all else, with what it should have brought long ago, and harms nobody."""
-    nth, told = 1, 0
-    while nth == 1 + told * every:
+    nth, hung = 1, 0
+    while nth == 1 + hung * every:
         run = HangingRun(tmp_path, tiers, threads=3)
         saved = run.save()
         run.engine.hold(nth=nth, times=1, kind=kind)
         error = attempt(run.step_to_the_end)
         run.optimizer.store.check()
-        if error is not None:
-            told += 1
+        hung += (has_hung := run.optimizer.store.stats().io.timed_out)
+        if has_hung:
+            assert run.quarantined() == {"nvme" if kind is Kind.WRITE else "cpu": 1}
+        if error is None:  # of a write that hung, what others had answered since: it was done elsewhere
+            assert kind is Kind.WRITE or not has_hung
+        else:
             assert isinstance(error, TransferTimeoutError)
             assert_telling(error, tmp_path, errno.ETIMEDOUT)
-            assert run.quarantined() == {"nvme" if kind is Kind.WRITE else "cpu": 1}
             run.finish(saved)
             run.assert_right()
             io = run.optimizer.store.stats().io
             assert (io.timed_out, io.late) == (1, 0)
         run.optimizer.close()
-        run.wait_until_late(int(error is not None))
+        run.wait_until_late(has_hung)
         nth += every
     assert nth > 9
 
@@ -131,8 +134,8 @@ def test_late_read_arrives_where_nobody_is(run: HangingRun, tmp_path: Path) -> N
 def test_late_write_arrives_where_nobody_is(run: HangingRun) -> None:
     saved = run.save()
     run.engine.hold(times=1, kind=Kind.WRITE)
-    with pytest.raises(TransferTimeoutError):
-        run.step_to_the_end()
+    error = attempt(run.step_to_the_end)  # None where it was done elsewhere
+    assert error is None or isinstance(error, TransferTimeoutError)
     (request,) = run.engine.held
     operation, length = request.operation, len(request.operation.buffer)
     run.finish(saved)

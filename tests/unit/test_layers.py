@@ -18,9 +18,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "planning", "sparing"),
     "do": (
         *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
-        *("calibrate", "tiers", "tickets", "lanes", "transfer"),
+        *("calibrate", "tiers", "tickets", "lanes", "retries", "transfer"),
     ),
-    "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
+    "join": (
+        "flights",
+        "striping",
+        "traffic",
+        "guard",
+        "execution",
+        "housing",
+        "store",
+        "build",
+        "piecestore",
+        "tensors",
+    ),
     "use": (
         *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "checkpoint", "members"),
         *("counts", "cuts", "records", "ahead", "behind", "capture", "blueprint", "binding", "handed", "states"),

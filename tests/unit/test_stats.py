@@ -147,7 +147,7 @@ def test_dict_is_what_json_gives_back():
         "bound": "read",
     }
     assert found["last_step"] == found["step"]
-    incidents = {"timed_out": 0, "late": 0, "misread": 0}
+    incidents = {"timed_out": 0, "late": 0, "misread": 0, "retries": 0}
     assert found["io"] == {
         **{"engine": "threads", "direct": True, "paths": ["/mnt/a", "/mnt/b"], "checksum": False},
         **incidents,

@@ -22,6 +22,7 @@ from tests.fakes import PATIENCE_SECONDS, FaultyEngine
 from tierstore.build import Parts
 from tierstore.errors import (
     CapacityError,
+    DiskFullError,
     EngineUnavailableError,
     ForkedStoreError,
     LeaseError,
@@ -31,6 +32,7 @@ from tierstore.errors import (
     WrongThreadError,
 )
 from tierstore.io import Kind, open_engine
+from tierstore.retries import RETRIES
 from tierstore.tensors import TieredStore
 from tierstore.tiers import FileTier
 
@@ -89,34 +91,79 @@ def end_moves(store: TieredStore) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_a_failed_write_back_leaves_the_chunk_in_memory(store: TieredStore, engine: FaultyEngine, code: int) -> None:
-    """Eviction goes on behind the caller's back; its error is the next call's, and evicting again works."""
+def test_a_write_that_fails_a_few_times_is_tried_again_and_nobody_notices(
+    store: TieredStore, engine: FaultyEngine, code: int
+) -> None:
     fill(store)
-    engine.fail(code, kind=Kind.WRITE)
-    store.evict(["0", "1"])
-    end_moves(store)
-    with pytest.raises(TransferError, match=r"chunk -1 \('0'\) from cpu to nvme failed; nothing is lost") as error:
-        store.get("3")
-    assert error.value.errno == code
-    assert error.value.filename
-    assert store.where("0") == {"cpu": CHUNK}
-    assert store.where("1") == {"nvme": CHUNK}
-    assert_holds(store)
+    engine.fail(code, kind=Kind.WRITE, times=RETRIES)
     store.evict(["0"])
     store.wait()
     assert store.where("0") == {"nvme": CHUNK}
+    assert store.stats().io.retries == RETRIES
+    assert not store.setup.tiers["nvme"].arena.quarantined
     assert_holds(store)
 
 
-def test_each_error_is_raised_once(store: TieredStore, engine: FaultyEngine) -> None:
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINVAL])
+def test_a_write_back_that_cannot_be_done_is_done_elsewhere_with_a_warning(
+    store: TieredStore, engine: FaultyEngine, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """Eviction goes on behind the caller's back; the place that cannot be written is not used again."""
     fill(store)
-    engine.fail(kind=Kind.WRITE, times=2)
+    engine.spoil(code, kind=Kind.WRITE)
     store.evict(["0", "1"])
+    store.wait()
+    assert [store.where(name) for name in ("0", "1")] == [{"nvme": CHUNK}] * 2
+    arena = store.setup.tiers["nvme"].arena
+    assert (arena.quarantined, arena.lasting) == (1, 16)
+    told = [record.getMessage() for record in caplog.records if record.name == "tierstore.store"]
+    assert len(told) == 1
+    for word in (f"[Errno {code}]", "chunk -1 ('0') from cpu to nvme", "nothing is lost", "1 extents more in"):
+        assert word in told[0]
+    assert store.stats().io.paths[0] in told[0]
+    assert_holds(store)
+
+
+def test_a_full_disk_sends_what_cannot_be_written_to_memory(
+    store: TieredStore, engine: FaultyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as there is room: after that the error names the numbers, and everything can still be read."""
+    fill(store)
+    refuse_to_grow(store, monkeypatch)
+    engine.spoil(errno.ENOSPC, kind=Kind.WRITE, times=None)
+    store.evict(["0"])
+    store.wait()
+    with pytest.raises(TransferError, match=r"chunk -\d .*no room for it elsewhere: .*raise tiers\.") as error:
+        fill(store, 9)
+    assert error.value.errno == errno.ENOSPC
+    for number in range(CPU_CHUNKS):
+        assert store.where(f"{number}") == {"cpu": CHUNK}
+    engine.heal()
+    fill(store, 9)
+    assert_holds(store, 9)
+
+
+def refuse_to_grow(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk have no more room than is reserved."""
+
+    def full(*_: object) -> None:
+        raise DiskFullError(errno.ENOSPC, "full", "here")
+
+    monkeypatch.setattr(store.setup.tiers["nvme"], "grow_on", full)
+
+
+def test_each_error_is_raised_once(store: TieredStore, engine: FaultyEngine) -> None:
+    fill(store, 6)
+    store.evict(store.names())
+    store.wait()
+    engine.spoil(kind=Kind.READ, times=2)
+    store.prefetch(["0", "1"])
     end_moves(store)
     with pytest.raises(TransferError) as error:
         store.get("2")
     assert "also: " in error.value.__notes__[0]
-    assert_holds(store)
+    engine.heal()
+    assert_holds(store, 6)
 
 
 def test_a_put_that_cannot_make_room_keeps_the_old_value(store: TieredStore, engine: FaultyEngine) -> None:
@@ -139,18 +186,22 @@ def test_a_put_that_cannot_make_room_keeps_the_old_value(store: TieredStore, eng
 
 def test_deleting_a_tensor_keeps_the_error_of_another(store: TieredStore, engine: FaultyEngine) -> None:
     """Deletion waits for the chunk's own move, and hears of others meanwhile."""
-    fill(store)
+    fill(store, 6)
+    store.evict(store.names())
+    store.wait()
     engine.hold()
-    engine.fail(kind=Kind.WRITE)
-    store.evict(["0", "1"])
+    engine.spoil(kind=Kind.READ)
+    store.prefetch(["0", "1"])
     engine.wait_until_held()
     deleting = threading.Thread(target=lambda: store.delete("1"))
     deleting.start()
     engine.release()
     deleting.join()
+    end_moves(store)
     with pytest.raises(TransferError, match=r"\('0'\)"):
         store.get("2")
-    assert store.names() == ["0", "2", "3"]
+    assert store.names() == ["0", "2", "3", "4", "5"]
+    engine.heal()
     assert torch.equal(store.get("0"), value_of(0))
 
 
@@ -185,7 +236,7 @@ def test_a_failed_read_says_where_and_loses_nothing(store: TieredStore, engine: 
     if is_short:
         engine.shorten(0)
     else:
-        engine.fail(kind=Kind.READ)
+        engine.spoil(kind=Kind.READ)
     with pytest.raises(TransferError) as error:
         store.get("8")
     text = str(error.value)
@@ -202,11 +253,12 @@ def test_a_failed_prefetch_is_the_next_calls_error(store: TieredStore, engine: F
     fill(store, 6)
     store.evict(store.names())
     store.wait()
-    engine.fail(kind=Kind.READ)
+    engine.spoil(kind=Kind.READ)
     store.prefetch(["0", "1"])
     end_moves(store)
     with pytest.raises(TransferError, match=r"\('0'\) from nvme to cpu"):
         store.prefetch(["2"])
+    engine.heal()
     assert_holds(store, 6)
 
 
@@ -461,6 +513,7 @@ def test_two_stores_in_one_folder_do_not_meet(tmp_path: Path) -> None:
 SCRIPT = """
 import gc, os, sys, threading
 import torch
+from tierstore.retries import RETRIES
 from tierstore.tensors import TieredStore
 
 CHUNK = 16 << 10

@@ -237,7 +237,9 @@ def test_an_extent_that_a_kernel_may_be_at_is_free_only_afterwards() -> None:
     for chunk, event in ((0, _Later()), (1, None)):
         place = traffic.ledger.remove(chunk)
         assert isinstance(place, Resident)
-        traffic.give_up(place, event)
+        if event is not None:
+            traffic.last_use[chunk] = event
+        traffic.give_up(chunk, place)
     assert traffic.room()["cpu"] == 1
     assert traffic.tiers["cpu"].arena.draining == 1
     traffic.check()

@@ -136,7 +136,7 @@ def test_transfer_may_follow_one_that_has_landed(bench: Bench) -> None:
 
 
 def test_what_follows_a_failure_is_cancelled_down_the_chain(bench: Bench) -> None:
-    bench.engine.fail(errno.EIO, kind=Kind.WRITE)
+    bench.engine.spoil(errno.EIO, kind=Kind.WRITE)
     source, middle = bench.place("cpu", 1), bench.place("nvme")
     back, up = bench.place("cpu", 9), bench.place("gpu", 9)
     first = bench.copy(source, middle)
@@ -148,11 +148,12 @@ def test_what_follows_a_failure_is_cancelled_down_the_chain(bench: Bench) -> Non
     assert isinstance(error, TransferError) and error.errno == errno.EIO
     assert isinstance(second.error(), TransferCancelledError)
     assert torch.all(bench.bytes_at(back) == 9) and torch.all(bench.bytes_at(up) == 9)
+    bench.engine.heal()
     wait(bench.copy(source, middle))  # the engine goes on
 
 
 def test_one_failure_among_many_predecessors_is_enough(bench: Bench) -> None:
-    bench.engine.fail(errno.EIO, kind=Kind.WRITE, nth=2)
+    bench.engine.spoil(errno.EIO, kind=Kind.WRITE, nth=2)
     writes = [bench.copy(bench.place("cpu", n), bench.place("nvme")) for n in range(3)]
     follower = bench.copy(bench.place("gpu", 1), bench.place("cpu"), after=writes)
     with pytest.raises(TransferCancelledError):

@@ -21,6 +21,7 @@ class Tier(abc.ABC):
         self.name = name
         self.arena = arena
         self.paths = tuple(paths)
+        self.shunned: set[int] = set()  # paths that nothing more is written to, as they fail
 
     def grow(self, extents: int, *, slab_extents: int) -> None:
         """Reserve `extents` more, in slabs of at most `slab_extents`, each on the path that has the least.
@@ -48,16 +49,19 @@ class Tier(abc.ABC):
         """Give back the last slab, which is condemned and empty."""
         self.shrink_on(self.arena.last_slab)
 
-    def check_last_slab(self, wanted: int) -> None:
-        """Check that the last slab can be given back once it is empty, on the way to so many extents.
+    def check_shrinks(self, extents: int) -> None:
+        """Check that the slabs a tier must lose to be `extents` large can be given back once they are empty.
 
-        Raises CapacityError if a request that was given up may still write to it.
+        Raises CapacityError if an extent in them is quarantined.
         """
-        if self.arena.has_quarantined(self.arena.last_slab):
-            raise CapacityError(
-                f"tier {self.name} stays {self.arena.capacity} extents large instead of {wanted}: a request that was "
-                f"given up (tiers.nvme.io.timeout) may still write to its last slab"
-            )
+        arena, left = self.arena, self.arena.lasting
+        for slab in arena.lasting_slabs():
+            left -= arena.lasting_in(slab)
+            if left >= extents and arena.has_quarantined(slab):
+                raise CapacityError(
+                    f"tier {self.name} stays {arena.capacity} extents large instead of {extents}: something that was "
+                    f"given up (tiers.nvme.io.timeout) may still write to its last slab, or it cannot all be written"
+                )
 
     def shrink_on(self, slab: int) -> None:
         """Give back a slab that is condemned and empty. Raises InvariantError if it is not the last on its path."""
@@ -82,7 +86,8 @@ class Tier(abc.ABC):
         )
 
     def _least_path(self) -> int:
-        return min(range(len(self.paths)), key=self.arena.reserved_on, default=0)
+        paths = [path for path in range(len(self.paths)) if path not in self.shunned] or range(len(self.paths))
+        return min(paths, key=self.arena.reserved_on, default=0)
 
     @abc.abstractmethod
     def _reserve(self, nbytes: int, path: int) -> None:
