@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from tierstore.calibrate import find_rates
 from tierstore.device import Device, HostDevice, host_for, open_device
 from tierstore.errors import PolicyError
+from tierstore.folders import check_space, filesystems
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
 from tierstore.placement import (
@@ -35,12 +35,11 @@ from tierstore.placement import (
     whole_pages,
     with_choice,
 )
-from tierstore.policy import GpuTier, IoSettings, NvmeTier, Percent, TierPolicy
+from tierstore.policy import GpuTier, IoSettings, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
 from tierstore.rates import Rates
-from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, Setup
-from tierstore.swapfile import SwapFile, check_space, filesystems, swap_folders
+from tierstore.swapping import folders_of, io_stats, open_files, wants_direct
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import TransferEngine
 from tierstore.tuning import Tuning, per_second, tune
@@ -164,7 +163,7 @@ class Plant:
             return self
         given = self.given_bytes("cpu")
         rates = self.parts.find_rates(
-            _folders(nvme), engine=nvme.io.engine, direct=_wants_direct(nvme), memory_bytes=given
+            folders_of(nvme), engine=nvme.io.engine, direct=wants_direct(nvme), memory_bytes=given
         )
         capacity = self.given_bytes("gpu") if self.gpu is not None else given
         tuning = tune(rates, self.policy, state_bytes=state_bytes, capacity_bytes=capacity)
@@ -211,7 +210,7 @@ class Plant:
         nvme, room = self.policy.tiers.nvme, rooms.get("nvme", Room(0))
         if nvme is None or not room.extents:
             return
-        folders = _folders(nvme)
+        folders = folders_of(nvme)
         dealt = FileTier.dealt(room.extents, _slab_extents(room, len(folders)), len(folders))
         check_space({folder: count * extent_bytes for folder, count in zip(folders, dealt, strict=True)})
 
@@ -245,7 +244,7 @@ class Plant:
             order=self.order,
             slab_extents=slabs,
             transfer=transfer,
-            io=_io_stats(engine, tiers.get("nvme")),
+            io=io_stats(engine, tiers.get("nvme")),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
             decided=self._decided(rooms, extent_bytes),
         )
@@ -272,7 +271,7 @@ class Plant:
             )
         nvme = self.policy.tiers.nvme
         assert nvme is not None and engine is not None
-        tier = FileTier(name, _open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
+        tier = FileTier(name, open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
         try:
             for file in tier.files:
                 engine.prepare(file.path)
@@ -284,7 +283,7 @@ class Plant:
     def _paths(self, name: str, room: Room) -> int:
         """On how many paths a tier lies."""
         nvme = self.policy.tiers.nvme
-        return len(_folders(nvme)) if name == "nvme" and nvme is not None and room.extents else 1
+        return len(folders_of(nvme)) if name == "nvme" and nvme is not None and room.extents else 1
 
     def _pins_memory(self) -> bool:
         cpu = self.policy.tiers.cpu
@@ -321,7 +320,7 @@ class Plant:
             total = memory.limit_bytes or memory.total_bytes
         else:
             assert self.policy.tiers.nvme is not None
-            disks = filesystems(_folders(self.policy.tiers.nvme))
+            disks = filesystems(folders_of(self.policy.tiers.nvme))
             total = sum(disk_space(folders[0]).total_bytes for folders in disks)
         return int(total * capacity.fraction) // self.parts.ranks()
 
@@ -405,30 +404,3 @@ def _why_no_gpu(gpu_tier: GpuTier) -> str:
 
 def _slab_extents(room: Room, paths: int = 1) -> int:
     return max(1, room.extents // (SLABS_PER_TIER * paths))
-
-
-def _folders(nvme: NvmeTier) -> list[Path]:
-    """The folders of a policy's swap files. Raises PolicyError or SwapError."""
-    return swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder)
-
-
-def _wants_direct(nvme: NvmeTier) -> bool | None:
-    """Whether files are to be opened with O_DIRECT; None: where that works."""
-    return None if nvme.io.direct == "auto" else nvme.io.direct
-
-
-def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
-    direct = _wants_direct(nvme) if engine.supports_direct else False
-    files: list[SwapFile] = []
-    with ExitStack() as undo:
-        for folder in _folders(nvme):
-            files.append(SwapFile(Path(folder), direct=direct))
-            undo.callback(files[-1].close)
-        undo.pop_all()
-    return files
-
-
-def _io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
-    if engine is None or not isinstance(tier, FileTier):
-        return IoStats("none", direct=False, paths=())
-    return IoStats(engine.name, all(file.direct for file in tier.files), tier.paths, tier.keeps_sums)

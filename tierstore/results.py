@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import DiskFullError, SwapError
+from tierstore.folders import swap_folders
 from tierstore.layout import RECORD_ALIGNMENT, round_up
 from tierstore.policy import TierPolicy
-from tierstore.swapfile import SwapFile, swap_folders
+from tierstore.swapfile import SwapFile
 
 MOST_GRANTED_BYTES = 64 << 20
 """Of results in ordinary memory, which comes on top of the cpu tier's; faster than a file for small models."""

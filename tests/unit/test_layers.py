@@ -17,7 +17,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces", "history"),
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "planning", "sparing"),
     "do": (
-        *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
+        *(
+            "signals",
+            "cores",
+            "mapping",
+            "device",
+            "pages",
+            "pressure",
+            "io",
+            "folders",
+            "swapfile",
+            "ratecache",
+            "gauge",
+        ),
         *("calibrate", "tiers", "tickets", "lanes", "retries", "transfer"),
     ),
     "join": (

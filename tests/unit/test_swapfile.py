@@ -23,7 +23,8 @@ import pytest
 from tests.unit.conftest import mounted
 from tierstore import TieredStore, swapfile
 from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
-from tierstore.swapfile import FolderKind, SwapFile, describe_folder, disk_margin, swap_folders
+from tierstore.folders import FolderKind, describe_folder, disk_margin, swap_folders
+from tierstore.swapfile import SwapFile
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -16,6 +16,7 @@ from tierstore.beside import by_arrival
 from tierstore.blueprint import Blueprint, draw
 from tierstore.build import TUNED_ABOVE_BYTES, Plant, plan_plant
 from tierstore.errors import CapacityError, SwapError
+from tierstore.folders import swap_folders
 from tierstore.forecast.answer import Endurance, Forecast, TierForecast
 from tierstore.forecast.host import host_forecast
 from tierstore.forecast.machine import beyond_this_machine, check_this_disk, planned_parts, with_folders
@@ -30,7 +31,6 @@ from tierstore.placement import Room
 from tierstore.policy import TierPolicy
 from tierstore.rates import Rates
 from tierstore.records import state_fields
-from tierstore.swapfile import swap_folders
 
 MOST_CHUNKS = 1 << 20
 """Beyond which a plan would take minutes."""

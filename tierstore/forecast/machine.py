@@ -19,10 +19,10 @@ from tierstore.calibrate import find_rates
 from tierstore.demo.words import size
 from tierstore.device import Device, HostDevice, open_device, present_accelerator
 from tierstore.errors import CapacityError, PolicyError, SwapError
+from tierstore.folders import swap_folders
 from tierstore.placement import Room
 from tierstore.policy import NvmeTier, TierPolicy
 from tierstore.pressure import host_memory
-from tierstore.swapfile import swap_folders
 
 PLANNED_FOLDER = Path("/planned-nvme")
 """Stands for the swap folder of a machine that is not here."""

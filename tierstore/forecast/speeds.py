@@ -21,6 +21,7 @@ from torch import nn
 
 from tierstore.build import Plant
 from tierstore.cores import available, leaving_one_free
+from tierstore.folders import swap_folders
 from tierstore.forecast.parameters import ForecastError
 from tierstore.layout import ChunkClass
 from tierstore.masters import REMAINDER
@@ -28,7 +29,6 @@ from tierstore.policy import NvmeTier
 from tierstore.ratecache import Key, RateCache, cache_folder, machine_key
 from tierstore.rates import Amount, Rates
 from tierstore.records import MASTER
-from tierstore.swapfile import swap_folders
 from tierstore.tiered import TieredOptimizer
 from tierstore.units import shown
 
