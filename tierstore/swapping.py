@@ -24,6 +24,7 @@ def wants_direct(nvme: NvmeTier) -> bool | None:
 
 
 def open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
+    """Open a file in each folder, as the engine can read it. Raises SwapError, with none of them left open."""
     direct = wants_direct(nvme) if engine.supports_direct else False
     files: list[SwapFile] = []
     with ExitStack() as undo:
@@ -35,6 +36,7 @@ def open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
 
 
 def io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
+    """What is known of files and engine from the beginning on."""
     if engine is None or not isinstance(tier, FileTier):
         return IoStats("none", direct=False, paths=())
     return IoStats(engine.name, all(file.direct for file in tier.files), tier.paths, tier.keeps_sums)
