@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tierstore.errors import TierstoreError
 
@@ -45,14 +45,38 @@ def write_json(target: str | None, content: dict[str, Any]) -> None:
         raise OutputError(f"--json {target}: cannot be written ({error.strerror})") from error
 
 
-def write_stdout(work: Callable[[], object]) -> None:
-    """Do what writes to standard output, and see it there. Raises OutputError; a closed pipe is left to the caller."""
+def write_stdout(work: Callable[[], object], *, flushes: bool = True) -> None:
+    """Do what writes to standard output, and see it there (`flushes`). Raises OutputError; a closed pipe is left to the
+    caller.
+    """
     try:
         work()
-        if sys.stdout is not None:
+        if flushes and sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
         sys.stdout = None  # what is left in it would be tried once more at the end
         raise OutputError(f"standard output cannot be written ({error.strerror})") from error
+
+
+class Stdout:
+    """Standard output for whoever writes to it all along: `write` and `flush` raise OutputError where it takes nothing.
+
+    In all else it is the stream that standard output is when this is made; a closed pipe is left to the caller.
+    """
+
+    def __init__(self) -> None:
+        self._stream: TextIO = sys.stdout
+
+    def write(self, text: str) -> int:
+        """Write a text; returns its length."""
+        write_stdout(lambda: self._stream.write(text), flushes=False)
+        return len(text)
+
+    def flush(self) -> None:
+        """See to it that all that was written is there."""
+        write_stdout(self._stream.flush, flushes=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,7 +28,7 @@ from tierstore.demo.training import Course, heldout_losses, repeatable, train
 from tierstore.demo.view import View, open_view
 from tierstore.device import present_accelerator
 from tierstore.optimizer import TieredAdamW
-from tierstore.output import STDOUT, check_target, write_json
+from tierstore.output import STDOUT, Stdout, check_target, write_json
 
 _STATE_BYTES = 8
 """Of a float32 parameter: two float32 moments."""
@@ -35,13 +36,15 @@ _STATE_BYTES = 8
 
 def run(options: Options) -> int:
     """Run it, print what it shows, and return the exit status. Raises TierstoreError for what cannot be carried out."""
-    tables = sys.stderr if options.json == STDOUT else sys.stdout
+    tables: Any = sys.stderr if options.json == STDOUT else sys.stdout and Stdout()
     console = Console(file=tables, markup=False, emoji=False, highlight=False)
     check_target(options.json)
     with Interrupt() as interrupt, _notes_on(console):
         text = read_text(options.text, context=options.context)
         result = _Job(options, text, _device(options.device), console, interrupt).run()
         print_summary(console, result)
+        if tables is not None:
+            tables.flush()
         write_json(options.json, result.to_dict())
     if result.is_interrupted:
         return INTERRUPTED
