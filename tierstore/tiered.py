@@ -311,7 +311,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **kept, "state": state, "tierstore_policy": self._held.policy}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """As `copy` would, but for the state: what `__getstate__` took out is nobody else's, and is not copied again."""
+        """As `copy` would, but for the state: what `__getstate__` took out is nobody else's, not copied again."""
         twin = memo[id(self)] = type(self).__new__(type(self))
         state = self.__getstate__()
         memo |= {id(value): value for fields in state["state"].values() for value in fields.values()}
