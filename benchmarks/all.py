@@ -40,6 +40,7 @@ RUNS = (
     Run("arithmetic", takes_folders=False),
     Run("scaling"),
     Run("memory", draws=False),
+    Run("checkpoint", draws=False),
     Run("retention", takes_folders=False),
     Run("import_cost", takes_folders=False, draws=False),
 )

@@ -16,7 +16,17 @@ from benchmarks.harness import Report, command
 from benchmarks.harness.report import RESULTS
 from benchmarks.harness.show import all_tables, markdown, surroundings
 
-FIRST = ("swap_latency", "step_time", "peers", "arithmetic", "scaling", "memory", "retention", "import_cost")
+FIRST = (
+    "swap_latency",
+    "step_time",
+    "peers",
+    "arithmetic",
+    "scaling",
+    "memory",
+    "checkpoint",
+    "retention",
+    "import_cost",
+)
 
 
 def main(

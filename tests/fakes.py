@@ -13,12 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tierstore.arena import Extent
 from tierstore.build import Parts
+from tierstore.checkpoint.files import Files
+from tierstore.checkpoint.writer import Writer
 from tierstore.device import Device, Event, HostDevice
 from tierstore.errors import TransferError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Progress, Request
@@ -29,6 +32,8 @@ from tierstore.transfer import Ticket, TransferEngine
 
 PATIENCE_SECONDS = 60.0
 """How long a test waits for a state before it fails; never waited out when the code is right."""
+KILLED = 86
+"""The exit status of a process that an `EndingFiles` ended."""
 
 # --- io
 
@@ -574,3 +579,118 @@ def honest_parts(seed: int, *, asynchronous_host: bool = False) -> Parts:
         open_engine=lambda *_, **__: HonestEngine(schedule),
         open_transfer=lambda io, accelerator: HonestTransfer(io, accelerator, schedule=schedule),
     )
+
+
+# --- checkpoints
+
+
+class HeldWriters:
+    """Opens real writers of checkpoints, all of which can be made to wait and to fail."""
+
+    def __init__(self) -> None:
+        self.fault: BaseException | None = None
+        self._is_free = threading.Event()
+        self._is_free.set()
+        self._is_held = threading.Event()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Writer:
+        return _HeldWriter(self, *arguments, **options)
+
+    def hold(self) -> None:
+        """Let what is written from now on wait until `release`."""
+        self._is_free.clear()
+
+    def release(self) -> None:
+        """Let it go on."""
+        self._is_free.set()
+
+    def wait_until_held(self) -> None:
+        """Wait until something waits."""
+        assert self._is_held.wait(PATIENCE_SECONDS), "nothing was written"
+
+    def meet(self) -> None:
+        """Wait or fail, as told."""
+        self._is_held.set()
+        assert self._is_free.wait(PATIENCE_SECONDS), "nobody let the writer go on"
+        if self.fault is not None:
+            raise self.fault
+
+
+class _HeldWriter(Writer):
+    def __init__(self, owner: HeldWriters, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._owner = owner
+
+    def write(self, section: str, number: int, field: str, start: int, values: Tensor) -> None:
+        if section != "extra":
+            self._owner.meet()
+        super().write(section, number, field, start, values)
+
+    def commit(self, **options: Any) -> None:
+        self._owner.meet()
+        super().commit(**options)
+
+
+class EndingFiles(Files):
+    """The filesystem until its nth call, in place of which the process ends, as if it had been killed.
+
+    `can_exchange` False: folders cannot change names, as on some network filesystems.
+    """
+
+    def __init__(self, nth: int, *, can_exchange: bool = True) -> None:
+        self.left = nth
+        self.can_exchange = can_exchange
+
+    def __getattribute__(self, name: str) -> object:
+        if hasattr(Files, name):
+            self.left -= 1
+            if self.left == 0:
+                os._exit(KILLED)
+        return super().__getattribute__(name)
+
+    def exchange(self, one: str, other: str) -> bool:
+        return self.can_exchange and super().exchange(one, other)
+
+
+class RecordingFiles(Files):
+    """Notes what was written, and not synced since, when anything is renamed."""
+
+    def __init__(self) -> None:
+        self.unsynced: set[str] = set()
+        self.at_renames: list[set[str]] = []
+
+    def make_folder(self, path: str) -> None:
+        super().make_folder(path)
+        self.unsynced |= {path, os.path.dirname(path)}
+
+    def create(self, path: str, content: bytes) -> None:
+        super().create(path, content)
+        self.unsynced |= {path, os.path.dirname(path)}
+
+    def reserve(self, path: str, nbytes: int) -> None:
+        super().reserve(path, nbytes)
+        self.unsynced |= {path, os.path.dirname(path)}
+
+    def put(self, path: str, content: Any, offset: int, *, direct: bool) -> None:
+        super().put(path, content, offset, direct=direct)
+        self.unsynced.add(path)
+
+    def remove_file(self, path: str) -> None:
+        super().remove_file(path)
+        self.unsynced.discard(path)
+
+    def sync(self, path: str) -> None:
+        super().sync(path)
+        self.unsynced.discard(path)
+
+    def sync_filesystem(self, path: str) -> None:
+        super().sync_filesystem(path)
+        self.unsynced.clear()
+
+    def rename(self, source: str, target: str) -> None:
+        self.at_renames.append(set(self.unsynced))
+        super().rename(source, target)
+
+    def exchange(self, one: str, other: str) -> bool:
+        self.at_renames.append(set(self.unsynced))
+        return super().exchange(one, other)

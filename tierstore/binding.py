@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tierstore.behind import WriteBehind
 from tierstore.blueprint import draw
 from tierstore.build import Parts
+from tierstore.capture import Capture, Wanted
 from tierstore.counts import StepCounts
 from tierstore.cuts import Cuts
 from tierstore.errors import TransferError
@@ -63,6 +65,7 @@ class Binding:
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
         self.steps = StepCounts()
         self.unbegun: set[int] = set()  # of those, the ones whose state was without moments: the next step begins them
+        self.half_loaded = frozenset[int]()  # those that a load of some parameters broke off at
         blueprint = draw(self.members, groups, policy, parts).tuned()
         self.rule = rule
         self.policy = policy
@@ -86,6 +89,7 @@ class Binding:
             self._record = map_host_memory(blueprint.chunk_bytes)
             self._in_record: int | None = None  # the chunk whose bytes, as they are now, the buffer holds
             self._scratch = Scratch()
+            self._capture: Capture | None = None
             for dtype in {precision_of(chunk.cls) for chunk in layout.chunks if chunk.cls.compute == "cpu"}:
                 for options in {replace(rule.options(group), lr=1e-3) for group in groups}:  # of any rate
                     self_test(rule, options, dtype)
@@ -173,7 +177,7 @@ class Binding:
             for position, names in wanted.items()
             if MASTER in names and self._has_split_master(position)
         }
-        for chunk in self._chunks_of(wanted):
+        for chunk in self.chunks_of(wanted):
             record = self._read(chunk)
             for span in chunk.spans:
                 for name in wanted.get(span.parameter, ()):
@@ -208,12 +212,15 @@ class Binding:
 
         A field not given keeps its value. Chunks go through the tier that computes, as in a step.
         """
-        chunks = {chunk.number: chunk for chunk in self._chunks_of(values)}
-        scatter = Scatter(values, self.members, self._scratch)
+        self.rewrite(values, Scatter(values, self.members, self._scratch).into)
+
+    def rewrite(self, positions: Iterable[int], into: Callable[[Chunk, Tensor], None]) -> None:
+        """Give each chunk that holds any of the parameters to `into`, with its record, to be changed as in a step."""
+        chunks = {chunk.number: chunk for chunk in self.chunks_of(positions)}
 
         def use(number: int, record: Tensor, is_fresh: bool) -> None:
             chunk = chunks[number]
-            self.plant.launch(chunk.cls.compute, lambda: scatter.into(chunk, record))
+            self.plant.launch(chunk.cls.compute, lambda: into(chunk, record))
 
         if chunks:
             self.run(list(chunks), (), use, is_step=False)
@@ -229,12 +236,32 @@ class Binding:
     ) -> None:
         """Run chunks through the store; all launched work is done, or visible to what follows, at the end."""
         self._in_record = None
+        if self._capture is not None:
+            use = self._capture.before(use)
         self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step, ready=ready)
+
+    def capture_of(self, wanted: Wanted) -> Capture:
+        """Prepare to copy out state as it is when `begin_capture` is called."""
+        return Capture(wanted, self.layout, self.members, self.store, self.plant)
+
+    def begin_capture(self, capture: Capture, behind: WriteBehind) -> None:
+        """Copy state out: each chunk before it is changed, the rest when `finish_capture` says. One at a time."""
+        self.finish_capture()
+        self._capture = capture
+        capture.begin(behind)
+
+    def finish_capture(self) -> None:
+        """Copy out what is left of a capture, if there is one. What goes wrong is the capture's, and raises nothing."""
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.rest()
 
     def discard(self) -> None:
         """Make all state fresh, reading none of it; what went wrong with it no longer matters. May be repeated."""
+        self.finish_capture()
         self.steps.clear()
         self.unbegun.clear()
+        self.half_loaded = frozenset()
         self._in_record = None
         for number in self._infos:
             if self.store.holds(number):
@@ -247,7 +274,7 @@ class Binding:
     def _dtype(self, position: int, name: str) -> torch.dtype:
         return next(field.dtype for field in self.fields_of(position) if field.name == name)
 
-    def _chunks_of(self, positions: Iterable[int]) -> list[Chunk]:
+    def chunks_of(self, positions: Iterable[int]) -> list[Chunk]:
         """The chunks that hold any of the parameters, each once, in order."""
         chunks = {chunk.number: chunk for position in positions for chunk, _ in self.layout.spans_of[position]}
         return [chunks[number] for number in sorted(chunks)]
@@ -258,7 +285,9 @@ class Binding:
         return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
     def close(self) -> None:
-        """Give back memory, files and threads."""
+        """Give back memory, files and threads, once what a checkpoint still wants is copied out."""
+        if not self.store.is_closed:
+            self.finish_capture()
         self.store.close()
 
 

@@ -114,6 +114,11 @@ class Plant:
         else:
             work()
 
+    def wait_for_launched(self, tier: str) -> None:
+        """Wait until the device of the tier that computes has done what was launched."""
+        if tier == "gpu" and self.gpu is not None:
+            self.gpu.record().wait()
+
     def finish(self) -> None:
         """Make the results of launched work visible to whoever uses the tensors next."""
         if self.gpu is not None:

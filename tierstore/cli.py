@@ -14,14 +14,16 @@ from typing import Annotated
 import typer
 
 import tierstore
+from tierstore import checkpoint_commands
 from tierstore.demo.options import FAILED, HEAD_WIDTH, INTERRUPTED, DemoError, Options
-from tierstore.errors import SwapError, TierstoreError
-from tierstore.output import STDOUT
+from tierstore.errors import TierstoreError
+from tierstore.output import STDOUT, error_text
 
 DEFAULTS = Options()
 MODEL, STATE, OUTPUT = "What is trained", "Where its state lives", "What is shown"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(checkpoint_commands.app, name="checkpoint")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -165,7 +167,7 @@ def _run_doctor(policy: Path | None, paths: tuple[Path, ...], calibrate: bool, j
 
         return run(Options(policy, paths, calibrate, json))
     except TierstoreError as error:
-        typer.echo(f"error: {_message(error)}", err=True)
+        typer.echo(f"error: {error_text(error)}", err=True)
         return FAILED
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -185,20 +187,11 @@ def _run_demo(options: Options) -> int:
 
         return run(options)
     except TierstoreError as error:
-        typer.echo(f"error: {_message(error)}", err=True)
+        typer.echo(f"error: {error_text(error)}", err=True)
         return FAILED
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         return INTERRUPTED
-
-
-def _message(error: TierstoreError) -> str:
-    """What happened, without an error number; the file's name if it is not in the text."""
-    if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
-    name = str(error.filename or "")
-    text = error.strerror if name in error.strerror else f"{name}: {error.strerror}"
-    return f"{text} (here: --swap FOLDER)" if isinstance(error, SwapError) else text
 
 
 def _with_value(arguments: Sequence[str], option: str, value: str) -> list[str]:

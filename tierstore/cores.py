@@ -55,7 +55,7 @@ def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
     """
     change, before = _changer(), torch.get_num_threads()
     own, *others = runs
-    at_work = [_helpers().submit(_on_one_core, run) for run in others]
+    at_work = [_helpers().submit(on_one_core, run) for run in others]
     try:
         if at_work and change is not None:
             change(1)
@@ -68,7 +68,8 @@ def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
         other.result()
 
 
-def _on_one_core(run: Callable[[], None]) -> None:
+def on_one_core(run: Callable[[], None]) -> None:
+    """Call a function that uses torch, on one core and without gradients, as the last thing that a thread does."""
     torch.get_num_threads()  # torch sets a new thread's number when it is first asked
     if (change := _changer()) is not None:
         change(1)

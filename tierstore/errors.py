@@ -17,6 +17,12 @@ TierstoreError
 |   +-- WrongThreadError                use from a second thread while the first one is inside
 +-- FailedStepError (RuntimeError)      a step broke off half-way; the store refuses more until state is loaded
 +-- LeaseError (RuntimeError)           a chunk that is leased would have to move, or a lease was misused
++-- CheckpointError                     the root of what goes wrong with a checkpoint
+|   +-- CheckpointFileError (OSError)   a file or folder of one cannot be read or written; `errno`, `filename` are set
+|   |   +-- NoCheckpointError (FileNotFoundError)  there is none at the path
+|   +-- DamagedCheckpointError (ValueError)  what is stored contradicts itself or its checksums; none of it is believed
+|   |   +-- IncompleteCheckpointError   one that was never finished
+|   +-- CheckpointValueError (ValueError)  what was given to be saved cannot be stored: names the key's path
 +-- InvariantError (AssertionError)     store.check() found the store inconsistent: a fault of tierstore's own
 """
 
@@ -89,6 +95,30 @@ class FailedStepError(TierstoreError, RuntimeError):
 
 class LeaseError(TierstoreError, RuntimeError):
     """A leased chunk was asked to move, or a lease was used outside its rules."""
+
+
+class CheckpointError(TierstoreError):
+    """Something is wrong with a checkpoint."""
+
+
+class CheckpointFileError(CheckpointError, OSError):
+    """A file or folder of a checkpoint cannot be read or written."""
+
+
+class NoCheckpointError(CheckpointFileError, FileNotFoundError):
+    """There is no checkpoint at the path."""
+
+
+class DamagedCheckpointError(CheckpointError, ValueError):
+    """What a checkpoint holds contradicts itself, its checksums or the format; found before it is believed."""
+
+
+class IncompleteCheckpointError(DamagedCheckpointError):
+    """A checkpoint was never finished: whoever wrote it was ended before."""
+
+
+class CheckpointValueError(CheckpointError, ValueError):
+    """What was given to be saved cannot be stored, or is not what was announced."""
 
 
 class InvariantError(TierstoreError, AssertionError):

@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from tierstore.handed import Handed
 from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
 from tierstore.policy import TierPolicy
 from tierstore.rules import Rule
+from tierstore.saving import IfBusy, Save
 from tierstore.scratch import Scratch
 from tierstore.state_view import Views
 from tierstore.states import carried, check_states, materialise, write_state
@@ -54,6 +55,8 @@ class Held:
         """States of tensors that have left the groups: kept, as torch keeps them, until they are deleted or return."""
         self.runner: threading.Thread | None = None
         """The control thread of a run beside backward, until `step()`: nobody else may come near the state."""
+        self.save: Save | None = None
+        """The checkpoint that was begun last."""
         self._handed: Handed | None = None
         self._lock = threading.RLock()
         self._has_told = False  # what of the policy does not come to bear: once is enough
@@ -146,14 +149,52 @@ class Held:
         if self._is_closed:
             raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
 
+    def raise_save_error(self) -> None:
+        """Raise what went wrong with the last checkpoint since it was begun, once."""
+        if self.save is not None and (error := self.save.take_error()) is not None:
+            raise error
+
+    def refuse_to_save(self) -> None:
+        """Raise FailedStepError after a step or a load that broke off: what there is now is of no one step."""
+        if self.pending is None and self.binding is not None and self.binding.store.broken_off is not None:
+            raise FailedStepError(
+                "a step or a load broke off half-way, so that parameters and state belong to no one step: they are not "
+                "saved over a checkpoint; load one first"
+            )
+
+    def end_save(self, if_busy: IfBusy) -> None:
+        """See to it that no checkpoint is under way: wait for it and raise its error, or raise BusyStoreError."""
+        if if_busy not in ("wait", "error"):
+            raise ValueError(f"if_busy is {if_busy!r}: give 'wait' or 'error'")
+        save, self.save = self.save, None
+        if save is None:
+            return
+        if if_busy == "error" and not save.is_over:
+            self.save = save
+            raise BusyStoreError(
+                f"the checkpoint {save.path} is still being written: wait for it, or save with if_busy='wait'"
+            )
+        save.finish()
+        if (error := save.take_error()) is not None:
+            raise error
+
+    def finish_capture(self) -> None:
+        """Copy what an unfinished checkpoint still wants of the state, so that it may change from now on."""
+        if self.save is not None:
+            self.save.finish_capture()
+
     def close(self) -> None:
-        """Give back memory, files and threads; the state is gone. Idempotent."""
-        with self.alone():
+        """Give back memory, files and threads; the state is gone. Idempotent.
+
+        An unfinished checkpoint is finished first; its error is raised once all is given back.
+        """
+        with self.alone(), ExitStack() as closing:
             self._is_closed = True
             self._handed = self.pending = None
             self.aside = {}
             if self.binding is not None:
-                self.binding.close()
+                closing.callback(self.binding.close)
+            self.end_save("wait")
 
     def _tell_once(self, binding: Binding) -> None:
         if not self._has_told:

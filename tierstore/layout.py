@@ -258,12 +258,17 @@ def in_storage_order_of(parameter: Tensor, values: Tensor) -> Tensor:
     return copy.as_strided((copy.numel(),), (1,))
 
 
+def stored_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor whose storage order is the parameter's: its own, or row-major if it is not dense."""
+    return parameter.stride() if is_dense(parameter) else _row_major(parameter.shape)
+
+
 def empty_like_stored(parameter: Tensor, dtype: torch.dtype, storage: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Make a CPU tensor of the parameter's shape and, if it is dense, strides; return it with its storage-order view.
 
     `storage`: a 1-D tensor of the same number of elements to be used as its memory.
     """
-    strides = parameter.stride() if is_dense(parameter) else _row_major(parameter.shape)
+    strides = stored_strides(parameter)
     flat = torch.empty(parameter.numel(), dtype=dtype, device="cpu") if storage is None else storage
     return flat.as_strided(parameter.shape, strides, flat.storage_offset()), flat
 

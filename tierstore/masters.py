@@ -8,6 +8,8 @@ leaves it a stale remainder, half a unit of bfloat16 at most, which is dropped w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -54,11 +56,18 @@ def keep(masters: list[Tensor], remainders: list[Tensor], ties: list[Tensor], sc
 
 def read_master(parameter: Tensor, remainder: Tensor, tie: Tensor, into: Tensor, scratch: Scratch) -> None:
     """Write the float32 master of one span into a 1-D CPU tensor."""
-    for start in range(0, into.numel(), GRAIN_ELEMENTS):
-        stop = min(into.numel(), start + GRAIN_ELEMENTS)
+    for start, master in master_in_parts(parameter, remainder, tie, scratch):
+        into[start : start + len(master)].copy_(master)
+
+
+def master_in_parts(
+    parameter: Tensor, remainder: Tensor, tie: Tensor, scratch: Scratch
+) -> Iterator[tuple[int, Tensor]]:
+    """The float32 master of one span, part by part: where each begins, and values that are valid until the next."""
+    for start in range(0, remainder.numel(), GRAIN_ELEMENTS):
+        stop = min(remainder.numel(), start + GRAIN_ELEMENTS)
         high = parameter[start:stop].to(device=remainder.device, dtype=torch.bfloat16)
-        combined = combine([high], [remainder[start:stop]], [tie[start // 8 : -(-stop // 8)]], scratch)
-        into[start:stop].copy_(combined[0])
+        yield start, combine([high], [remainder[start:stop]], [tie[start // 8 : -(-stop // 8)]], scratch)[0]
 
 
 def write_master(master: Tensor, remainder: Tensor, tie: Tensor, scratch: Scratch) -> None:

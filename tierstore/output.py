@@ -1,4 +1,7 @@
-"""Where a command's JSON goes: a file, or stdout. Looked at before the work, written after it."""
+"""Where a command's JSON goes: a file, or stdout. Looked at before the work, written after it.
+
+And how an error is told.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from tierstore.errors import TierstoreError
+from tierstore.errors import SwapError, TierstoreError
 
 STDOUT = "-"
 
@@ -80,3 +83,12 @@ class Stdout:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def error_text(error: TierstoreError) -> str:
+    """What happened, without an error number; the file's name if it is not in the text."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    name = str(error.filename or "")
+    text = error.strerror if name in error.strerror else f"{name}: {error.strerror}"
+    return f"{text} (here: --swap FOLDER)" if isinstance(error, SwapError) else text

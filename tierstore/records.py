@@ -6,14 +6,14 @@ They differ in one: a split `master` is float32 to everybody, and in the record 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tierstore.kernels import LOW_PRECISION
 from tierstore.layout import Chunk, ChunkClass, Field, Span, in_storage_order_of
-from tierstore.masters import REMAINDER, TIE, read_master, write_master
+from tierstore.masters import REMAINDER, TIE, master_in_parts, read_master, write_master
 from tierstore.members import Member, local_of
 from tierstore.policy import StateSettings
 from tierstore.scratch import Scratch
@@ -78,6 +78,21 @@ def read_field(
     read_master(high.narrow(0, span.start, span.length), remainder, tie, into, scratch)
 
 
+def field_in_parts(
+    chunk: Chunk, span: Span, name: str, record: Tensor, high: Tensor | None, scratch: Scratch
+) -> Iterator[tuple[int, Tensor]]:
+    """One span's part of a field that others see, part by part: where each begins in the span, and its values, 1-D.
+
+    They are valid until the next part, or the record, is there. `high`: the span's part of the parameter, for a split
+    master.
+    """
+    if name != MASTER or high is None:
+        yield 0, chunk.part(record, name, span)
+        return
+    remainder, tie = (chunk.part(record, field.name, span) for field in (REMAINDER, TIE))
+    yield from master_in_parts(high, remainder, tie, scratch)
+
+
 class Scatter:
     """Values of whole parameters on their way into records. Reorders one parameter's at a time, if they need it."""
 
@@ -95,7 +110,7 @@ class Scatter:
                 continue
             for name, flat in self._flat_of(span.parameter).items():
                 part = flat.narrow(0, span.start, span.length) if flat.dim() else flat
-                _write_field(chunk, span, name, record, part, self._scratch)
+                write_field(chunk, span, name, record, part, self._scratch)
             self._elements_left[span.parameter] -= span.length
             if not self._elements_left[span.parameter]:
                 del self._flat[span.parameter]
@@ -112,10 +127,18 @@ class Scatter:
         return local if local.dim() == 0 else in_storage_order_of(self._members[position].form, local)
 
 
-def _write_field(chunk: Chunk, span: Span, name: str, record: Tensor, values: Tensor, scratch: Scratch) -> None:
+def write_field(chunk: Chunk, span: Span, name: str, record: Tensor, values: Tensor, scratch: Scratch) -> None:
     """Set one span's part of a field that others see, from as many values or one."""
+    write_part(chunk, span, name, record, 0, values.expand(span.length), scratch)
+
+
+def write_part(
+    chunk: Chunk, span: Span, name: str, record: Tensor, start: int, values: Tensor, scratch: Scratch
+) -> None:
+    """Set elements of a field that others see from one of a span on, a multiple of 8."""
     if name != MASTER or not is_split(chunk.cls):
-        chunk.part(record, name, span).copy_(values)
+        chunk.part(record, name, span).narrow(0, start, len(values)).copy_(values)
         return
     remainder, tie = (chunk.part(record, field.name, span) for field in (REMAINDER, TIE))
-    write_master(values.expand(span.length), remainder, tie, scratch)
+    stop = start + len(values)
+    write_master(values, remainder[start:stop], tie[start // 8 : -(-stop // 8)], scratch)

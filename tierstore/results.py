@@ -1,7 +1,7 @@
 """Memory for tensors that are handed out: state that a caller reads, or takes away in a state dict.
 
 Small results are ordinary memory. With an nvme tier, all beyond a grant of at most 64 MiB, and of no more than the cpu
-tier has, are mappings of an unnamed, reserved file in the swap folder, each tensor with a storage of its own over its
+tier has, are mappings of unnamed, reserved files in the swap folders, each tensor with a storage of its own over its
 own part, so that reading state larger than memory does not take it. The file's space is given back when the last tensor
 over it is gone.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,11 @@ class _Piece:
 
 
 class Results:
-    """Hands out 1-D CPU tensors: memory up to `granted_bytes` in all, file mappings beyond."""
+    """Hands out 1-D CPU tensors: memory up to `granted_bytes` in all, file mappings beyond, in each folder in turn."""
 
-    def __init__(self, granted_bytes: float, folder: Path | None) -> None:
+    def __init__(self, granted_bytes: float, *folders: Path) -> None:
         self._granted_bytes = granted_bytes
-        self._folder = folder
+        self._folders = deque(folders)
         self._in_memory = 0
         self._piece: _Piece | None = None
         self._next_bytes = FIRST_PIECE_BYTES
@@ -56,28 +57,40 @@ class Results:
         """
         cpu, nvme = policy.tiers.cpu, policy.tiers.nvme
         if nvme is None:
-            return cls(math.inf, None)
+            return cls(math.inf)
         capacity = cpu.capacity if cpu is not None else "auto"
         granted = min(capacity, MOST_GRANTED_BYTES) if isinstance(capacity, int) else MOST_GRANTED_BYTES
         try:
-            folder = Path(swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder)[0])
+            folders = [Path(f) for f in swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder)]
         except SwapError:  # no folder to swap in was needed so far, so state is in memory as it is
-            return cls(math.inf, None)
-        return cls(0 if expected_bytes > granted else granted, folder)
+            return cls(math.inf)
+        return cls(0 if expected_bytes > granted else granted, *folders)
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Make a 1-D tensor with a storage of its own, its values undefined. Raises DiskFullError."""
         nbytes = elements * dtype.itemsize
-        if nbytes == 0 or self._in_memory + nbytes <= self._granted_bytes or self._folder is None:
+        if nbytes == 0 or self._in_memory + nbytes <= self._granted_bytes or not self._folders:
             self._in_memory += nbytes
             return torch.empty(elements, dtype=dtype, device="cpu")
         padded = round_up(nbytes, RECORD_ALIGNMENT)
         if self._piece is None or self._piece.used + padded > len(self._piece.view):
-            self._piece = _Piece(_map_reserved(self._folder, max(self._next_bytes, padded)))
+            self._piece = _Piece(self._map(max(self._next_bytes, padded)))
             self._next_bytes = min(2 * self._next_bytes, MOST_PIECE_BYTES)
         start = self._piece.used
         self._piece.used += padded
         return torch.frombuffer(self._piece.view[start : start + nbytes], dtype=dtype)
+
+    def _map(self, nbytes: int) -> memoryview:
+        """Map so many bytes in the folder whose turn it is, or in the next one that has room for them."""
+        for more in reversed(range(len(self._folders))):
+            folder = self._folders[0]
+            self._folders.rotate(-1)
+            try:
+                return _map_reserved(folder, nbytes)
+            except DiskFullError:
+                if not more:
+                    raise
+        raise AssertionError("there is no folder")
 
 
 def _reserve(file: SwapFile, nbytes: int) -> None:

@@ -182,6 +182,10 @@ class ChunkStore(Guarded):
             ticket.wait(self.setup.timeout_seconds)
             return True
 
+    def count_write_wait(self, seconds: float) -> None:
+        """Count time in which a use waited for a copy of its chunk to be written as a wait for writes."""
+        self._traffic.write_wait_seconds += seconds
+
     def wait(self) -> None:
         """Wait until every move under way has landed. Raises the error of one that failed."""
         with self._entered():

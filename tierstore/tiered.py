@@ -24,6 +24,7 @@ from torch._compile import _disable_dynamo  # what torch's optimizers use; torch
 from tierstore.backward import InBackward
 from tierstore.binding import Binding
 from tierstore.build import Parts
+from tierstore.checkpointed import Checkpointed
 from tierstore.device import is_capturing
 from tierstore.errors import PolicyError, StateDictError
 from tierstore.failures import tell_failure
@@ -45,7 +46,7 @@ PolicyLike = TierPolicy | Mapping[str, Any] | str | os.PathLike[str] | None
 """A policy, a mapping, or the path of a YAML file. None: all tiers, sized by themselves."""
 
 
-class TieredOptimizer(torch.optim.Optimizer):
+class TieredOptimizer(Checkpointed, torch.optim.Optimizer):
     """Stands before one of torch's optimizers in the bases of a class that names its rule."""
 
     rule: ClassVar[Rule]
@@ -84,6 +85,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         by the next call, with the chunk safe where it was. Raises FailedStepError if an earlier step broke off.
         """
         self._held.refuse_if_closed()
+        self._held.raise_save_error()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,6 +101,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                     taking_part.pop(id(early.binding.members[position].parameter), None)
             if taking_part and not self._is_skipped():
                 self._step(taking_part, again, early)
+            self._held.finish_capture()
         self._watch_gradients()
         return loss
 
@@ -275,13 +278,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise StateDictError(f"a state dict is a mapping, and this is a {type(state_dict).__name__}")
         self._give_up_backward_and_wait()
         with self._held.alone():
-            handle = self.register_load_state_dict_pre_hook(check_and_wrap)
-            try:
-                super().load_state_dict(state_dict)
-            finally:
-                handle.remove()
+            self.load_without_binding(state_dict)
             if self._held.pending or self._held.binding is not None:
                 self.bound()  # but do not reserve room for nothing: accelerate loads empty state, then FSDP shards
+
+    def load_without_binding(self, state_dict: dict[str, Any]) -> None:
+        """As `load_state_dict`, for who is alone and binds next."""
+        handle = self.register_load_state_dict_pre_hook(check_and_wrap)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group may carry `tier`, one of gpu, cpu and nvme."""

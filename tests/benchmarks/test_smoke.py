@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer import BadParameter
 
-from benchmarks import arithmetic, in_backward, page, retention, scaling, step_time, swap_latency
+from benchmarks import arithmetic, checkpoint, in_backward, page, retention, scaling, step_time, swap_latency
 from benchmarks.harness import Json, Plot, Quick, Report, VerificationError, command, fill, verify
 from benchmarks.harness.command import drawable
 from benchmarks.harness.rawdevice import RawDevice
@@ -81,6 +81,13 @@ class TestSmoke:
         assert found["state"] == 8 << 15
         assert found["granted"] == 64 << 10
         assert found["reserved"] == (64 << 10) + (8 << 15)  # room for all chunks below the 4 extents they pass through
+
+    def test_checkpoint_ends_with_the_bits_of_torchs_and_counts_memory(self, tmp_path: Path) -> None:
+        report = run(checkpoint.main, tmp_path, f"--folder={tmp_path}")
+        assert row(report, 0, what="torch.save")["of_torch"] == 1.0 and row(report, 0, what="load")["rate"] > 0
+        assert row(report, 1, what="saving beside")["call"] > 0
+        assert [one.holds for one in report.checks[2:]] == [True] * 3  # memory
+        assert report.verified.startswith("1.6 MB")
 
 
 class TestPlots:

@@ -141,6 +141,22 @@ def test_a_copy_of_an_optimizer_waits_for_its_tiers_in_a_file(tmp_path: Path) ->
     assert torch.equal(optimizer.state[parameters[0]]["exp_avg"], twin.state[copies[0]]["exp_avg"])
 
 
+def test_results_are_spread_over_all_swap_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    parameters = seeded(*[(200_000,)] * 6)
+    policy = {
+        "chunk_size": "64KiB",
+        "tiers": {"cpu": {"capacity": "512KiB"}, "nvme": {"paths": list(map(str, folders))}},
+    }
+    with TieredAdamW(parameters, policy=policy) as optimizer:
+        train(optimizer, parameters, [0])
+        saved = optimizer.state_dict()
+        assert all(_mapped_bytes(folder) > 2 * MIB for folder in folders)
+        assert float(saved["state"][5]["exp_avg"][-1]) == float(optimizer.state[parameters[5]]["exp_avg"][-1])
+
+
 def _mapped_bytes(folder: Path) -> int:
     """Bytes of files in the folder, unnamed ones too, that this process has mapped."""
     total = 0

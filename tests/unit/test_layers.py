@@ -22,11 +22,24 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
-        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "members", "counts", "cuts"),
-        *("records", "blueprint", "binding", "handed", "states", "state_view", "state_dicts", "update", "failures"),
-        *("normed", "held", "arrivals", "beside", "backward", "tiered", "optimizer"),
+        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "checkpoint"),
+        *("members", "counts", "cuts"),
+        *(
+            "records",
+            "ahead",
+            "behind",
+            "capture",
+            "blueprint",
+            "binding",
+            "handed",
+            "states",
+            "state_view",
+            "state_dicts",
+        ),
+        *("update", "failures", "normed", "progress", "sources", "contents", "matching", "weights", "saving", "held"),
+        *("loading", "arrivals", "beside", "backward", "checkpointed", "tiered", "optimizer"),
     ),
-    "front": ("", "output", "demo", "doctor", "cli", "__main__"),
+    "front": ("", "output", "demo", "doctor", "checkpoint_view", "checkpoint_commands", "cli", "__main__"),
 }
 STRANGERS = [{"decide", "do"}]  # groups that never import each other
 MOST_LINES = 420

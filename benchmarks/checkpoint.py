@@ -1,0 +1,345 @@
+"""How fast checkpoints are saved and loaded, what that takes of memory, and what one beside training costs the steps.
+
+The state is twenty times the cpu tier, and lies on the disk that the checkpoint is written to: every byte is read there
+and written there. torch's way has all state in memory, and is `torch.save`, with the file synced, and `torch.load` with
+both `load_state_dict`s. What is read is read from the device: caches of files are dropped before. Peak memory is that
+of a fresh process that saves, loads and hands out a state dict.
+"""
+
+from __future__ import annotations
+
+import json as json_
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from benchmarks.harness import (
+    Check,
+    Column,
+    Folders,
+    Json,
+    Quick,
+    RawDevice,
+    Report,
+    Rounds,
+    Table,
+    VerificationError,
+    command,
+    environment,
+    folders_of,
+    interleave,
+    median,
+    publish,
+)
+from benchmarks.harness.training import verify_bits
+from benchmarks.memory import SLACK, anonymous_bytes
+from tierstore import TieredAdamW
+
+RATE = 1e-3
+LAYERS = 16
+TIMES = 20
+"""The state, in capacities of the cpu tier."""
+EXTENTS = 16
+STEPS = 6
+SAMPLE_SECONDS = 0.002
+FIELDS = ("exp_avg", "exp_avg_sq")
+BUFFERS = 128 << 20
+"""Of memory that a save may take over the tiers: buffers for chunks, and for blocks of which only a part is known."""
+_RUN = """
+import json, sys
+from benchmarks.checkpoint import peaks_here
+print(json.dumps(peaks_here(*json.loads(sys.argv[1]))))
+"""
+
+
+class Model(nn.Module):
+    """Parameters of float32 in layers, and their gradients."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        count = parameters // LAYERS
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(count, generator=generator)) for _ in range(LAYERS))
+        for layer in self.layers:
+            layer.grad = torch.randn(count, generator=generator)
+
+
+class Contenders:
+    """The same training twice: with its state in tiers, and torch's in memory. All is saved in `folder`."""
+
+    def __init__(self, parameters: int, folder: Path) -> None:
+        self.folder = folder
+        self.ours, self.theirs = Model(parameters), Model(parameters)
+        self.tiered = _tiered(self.ours, parameters, folder)
+        self.torch = torch.optim.AdamW(self.theirs.parameters(), lr=RATE, fused=True)
+        for optimizer in (self.tiered, self.torch):
+            optimizer.step()
+        self.nbytes = 12 * (parameters // LAYERS) * LAYERS
+
+    def save(self) -> float:
+        """Seconds of a checkpoint of ours."""
+        return _seconds(lambda: self.tiered.save_checkpoint(self.folder / "ours", self.ours))
+
+    def load(self) -> float:
+        """Seconds of loading it."""
+        _drop_caches(self.folder / "ours")
+        return _seconds(lambda: self.tiered.load_checkpoint(self.folder / "ours", self.ours))
+
+    def torch_save(self) -> float:
+        """Seconds of torch's, with its file on the disk."""
+
+        def save() -> None:
+            with open(self.folder / "torch.pt", "wb") as file:
+                torch.save({"model": self.theirs.state_dict(), "optimizer": self.torch.state_dict()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        return _seconds(save)
+
+    def torch_load(self) -> float:
+        """Seconds of loading torch's."""
+
+        def load() -> None:
+            saved = torch.load(self.folder / "torch.pt", weights_only=True)
+            self.theirs.load_state_dict(saved["model"])
+            self.torch.load_state_dict(saved["optimizer"])
+
+        _drop_caches(self.folder / "torch.pt")
+        return _seconds(load)
+
+    def steps(self, *, is_saving: bool) -> tuple[float, float, float]:
+        """Seconds of some steps, of the slowest one, and of the call that begins a save before them, if one is."""
+        began = time.perf_counter()
+        save = self.tiered.save_checkpoint(self.folder / "beside", wait=False) if is_saving else None
+        call = time.perf_counter() - began
+        taken = [_seconds(self.tiered.step) for _ in range(STEPS)]
+        if save is not None:
+            save.wait()
+        total = time.perf_counter() - began
+        for _ in range(STEPS):
+            self.torch.step()
+        return total, max(taken), call
+
+    def verify(self) -> int:
+        """Compare what was loaded with what torch's optimizer has, to the bit."""
+        verified = 0
+        for number, (mine, theirs) in enumerate(zip(self.ours.layers, self.theirs.layers, strict=True)):
+            state, wanted = self.tiered.state[mine], self.torch.state[theirs]
+            found = [mine, *(state[name] for name in FIELDS)]
+            verified += verify_bits(f"layer {number}", found, [theirs, *(wanted[name] for name in FIELDS)])
+        return verified
+
+
+def measure(
+    parameters: int, folders: Sequence[Path], rounds: int, volume: int, peaks_of: Callable[[int, Path], dict[str, int]]
+) -> Report:
+    """Measure in one process, interleaved; memory by `peaks_of`, which is to do it in a fresh one."""
+    with ExitStack() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=folders[0])))
+        raw = closing.enter_context(RawDevice(folders[:1], volume))
+        one = Contenders(parameters, folder)
+        closing.callback(one.tiered.close)
+        for run in (one.save, one.torch_save):  # what is saved later replaces something
+            run()
+        runs: dict[str, Callable[[], Any]] = {
+            "save": one.save,
+            "load": one.load,
+            "torch.save": one.torch_save,
+            "torch.load": one.torch_load,
+            "write": lambda: raw.measure("write", 8 << 20, 8).rate,
+            "read": lambda: raw.measure("read", 8 << 20, 8).rate,
+            "steps": lambda: one.steps(is_saving=False),
+            "steps, saving": lambda: one.steps(is_saving=True),
+        }
+        found = interleave(runs, rounds)
+        one.save()
+        one.load()
+        verified = one.verify()
+        nbytes = one.nbytes
+    peaks = peaks_of(parameters, folders[0])
+    rates = {name: nbytes / median(found[name]) for name in ("save", "load", "torch.save", "torch.load")}
+    rates |= {"write": median(found["write"]), "read": median(found["read"])}
+    plain, saving = ([median([run[n] for run in found[name]]) for n in range(3)] for name in ("steps", "steps, saving"))
+    alone = median(found["save"])
+    return Report(
+        benchmark="checkpoint",
+        question="how fast are checkpoints, what memory do they take, and what does one cost the training beside it?",
+        options={"parameters": parameters, "layers": LAYERS, "times": TIMES, "steps": STEPS, "rounds": rounds},
+        environment=environment(folders),
+        raw=tuple(
+            {"kind": kind, "request": 8 << 20, "in_flight": 8, "gb_per_s": rates[kind] / 1e9}
+            for kind in ("write", "read")
+        ),
+        tables=(
+            Table(
+                "weights and state",
+                (
+                    Column("what", "what"),
+                    Column("seconds", "took", "seconds"),
+                    Column("rate", "GB/s", ".2f"),
+                    Column("of_torch", "x torch", ".2f"),
+                    Column("of_raw", "x raw", ".2f"),
+                ),
+                tuple(
+                    {
+                        "what": name,
+                        "seconds": nbytes / rates[name],
+                        "rate": rates[name] / 1e9,
+                        "of_torch": rates[name] / rates[other],
+                        "of_raw": rates[name] / rates[kind],
+                    }
+                    for name, other, kind in (
+                        ("save", "torch.save", "write"),
+                        ("torch.save", "torch.save", "write"),
+                        ("load", "torch.load", "read"),
+                        ("torch.load", "torch.load", "read"),
+                    )
+                ),
+            ),
+            Table(
+                f"{STEPS} steps, and with a save beside them",
+                (
+                    Column("what", "what"),
+                    Column("total", "steps", "seconds"),
+                    Column("slowest", "slowest", "seconds"),
+                    Column("call", "call", "seconds"),
+                ),
+                (
+                    {"what": "steps", "total": plain[0], "slowest": plain[1]},
+                    {"what": "saving beside", "total": saving[0], "slowest": saving[1], "call": saving[2]},
+                    {"what": "saving before", "total": plain[0] + alone, "slowest": plain[1], "call": alone},
+                ),
+                note="total: until the checkpoint is on the disk",
+            ),
+            Table(
+                "peak anonymous memory over that of training, in a fresh process",
+                (Column("what", "what"), Column("state", "state", "bytes"), Column("peak", "peak", "bytes")),
+                tuple(
+                    {"what": what, "state": peaks["state"], "peak": peaks[what]} for what in ("save", "load", "dict")
+                ),
+            ),
+        ),
+        checks=(
+            _at_least("save over torch.save", rates["save"] / rates["torch.save"]),
+            _at_least("load over torch.load", rates["load"] / rates["torch.load"]),
+            _memory_check("a save", peaks["save"]),
+            _memory_check("a load", peaks["load"]),
+            _memory_check("torch.save of a state dict", peaks["dict"]),
+        ),
+        verified=f"{verified / 1e6:.1f} MB: weights and state that were loaded have the bits of torch's",
+        notes=(
+            f"the state is {TIMES} times the cpu tier, and is read from the disk that the checkpoint is written to",
+            "torch's state is in memory: nothing is read for saving it, and nothing written for loading it",
+        ),
+    )
+
+
+def main(
+    folder: Folders = None,
+    parameters: Annotated[float, typer.Option(metavar="N", help="In millions.")] = 64.0,
+    rounds: Rounds = 3,
+    quick: Quick = False,
+    json: Json = None,
+) -> None:
+    """How fast are checkpoints, what memory do they take, and what does one cost the training beside it?"""
+    if quick:
+        report = measure(1 << 17, folders_of(folder), 1, 1 << 20, peaks_here)
+    else:
+        report = measure(round(parameters * 1e6), folders_of(folder), rounds, 256 << 20, _in_process)
+    publish(report, json=json, is_quick=quick)
+
+
+def peaks_here(parameters: int, folder: str | Path) -> dict[str, int]:
+    """Peak anonymous memory over that of training while this process saves, loads, and `torch.save`s a state dict."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        warm = Model(LAYERS * 1024)
+        with _tiered(warm, LAYERS * 1024, Path(place)) as optimizer:
+            optimizer.step()
+            optimizer.save_checkpoint(Path(place) / "warm", warm)
+            optimizer.load_checkpoint(Path(place) / "warm", warm)
+        model = Model(parameters)
+        with _tiered(model, parameters, Path(place)) as optimizer:
+            for _ in range(2):
+                optimizer.step()
+            runs: dict[str, Callable[[], Any]] = {
+                "save": lambda: optimizer.save_checkpoint(Path(place) / "saved", model),
+                "load": lambda: optimizer.load_checkpoint(Path(place) / "saved", model),
+                "dict": lambda: torch.save(optimizer.state_dict(), Path(place) / "dict.pt"),
+            }
+            found = {name: _peak_of(run) for name, run in runs.items()}
+    return {**found, "state": 8 * parameters}
+
+
+def _tiered(model: Model, parameters: int, folder: Path) -> TieredAdamW:
+    cpu = 8 * parameters // TIMES
+    chunk = max(16 << 10, cpu // EXTENTS // 4096 * 4096)
+    tiers = {"cpu": {"capacity": max(cpu, 4 * chunk)}, "nvme": {"paths": [str(folder)]}}
+    return TieredAdamW(model.named_parameters(), lr=RATE, policy={"chunk_size": chunk, "tiers": tiers})
+
+
+def _peak_of(run: Callable[[], Any]) -> int:
+    before = anonymous_bytes()
+    seen = [before]
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(SAMPLE_SECONDS):
+            seen.append(anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        run()
+    finally:
+        is_over.set()
+        watcher.join()
+    return max(seen) - before
+
+
+def _in_process(parameters: int, folder: Path) -> dict[str, int]:
+    command_line = [sys.executable, "-c", _RUN, json_.dumps([parameters, str(folder)])]
+    result = subprocess.run(command_line, check=False, capture_output=True, text=True)
+    if result.returncode:
+        raise VerificationError(f"peak memory: {result.stderr.strip().splitlines()[-1]}")
+    found: dict[str, int] = json_.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _drop_caches(path: Path) -> None:
+    """Let what is read next come from the device: of a file, or of all files in a folder, which are on the disk."""
+    for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def _at_least(claim: str, seen: float) -> Check:
+    return Check(claim, "at least 1.00", f"{seen:.2f}", seen >= 1)
+
+
+def _memory_check(what: str, seen: int) -> Check:
+    limit = BUFFERS + SLACK
+    return Check(f"{what} takes over training", f"at most {limit >> 20} MiB", f"{seen / 2**20:.0f} MiB", seen <= limit)
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,478 @@
+"""`save_checkpoint` and `load_checkpoint`: what is loaded goes on as if nothing had been, in any tiers, to the bit.
+
+Every test that saves reads back from the disk what another optimizer, made anew, loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tests.optimizer.beside import assert_same_saved, assert_same_values, cloned, nothing_changes
+from tests.optimizer.cases import (
+    KIB,
+    assert_same_parameters,
+    same_bits,
+    seeded,
+    small_policy,
+    train,
+)
+from tests.optimizer.settings import go_on, network
+from tierstore import checkpoint
+from tierstore.checkpoint.reader import Reader
+from tierstore.errors import (
+    CheckpointValueError,
+    DamagedCheckpointError,
+    FailedStepError,
+    NoCheckpointError,
+    StateDictError,
+)
+from tierstore.optimizer import TieredAdam, TieredAdamW, TieredLAMB, TieredLion, TieredSGD
+
+SHAPES: list[tuple[int, ...]] = [(3000,), (512,), (40, 50), (), (0, 3), (20_000,)]
+TIERS = ["cpu", "cpu nvme", "gpu cpu nvme"]
+MODES: dict[str, tuple[torch.dtype, dict[str, str]]] = {
+    "float32": (torch.float32, {}),
+    "split": (torch.bfloat16, {"master": "split"}),
+    "master float32": (torch.bfloat16, {"master": "float32"}),
+    "half": (torch.float16, {}),
+    "split, low moments": (torch.bfloat16, {"master": "split", "moments": "parameter"}),
+    "no master": (torch.bfloat16, {"master": "none", "moments": "parameter"}),
+}
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (TieredAdamW, {}),
+    "AdamW amsgrad": (TieredAdamW, {"amsgrad": True}),
+    "Adam": (TieredAdam, {"weight_decay": 0.1}),
+    "SGD": (TieredSGD, {}),
+    "SGD momentum": (TieredSGD, {"momentum": 0.9}),
+    "Lion": (TieredLion, {}),
+    "LAMB": (TieredLAMB, {}),
+}
+
+
+def made(
+    parameters: Any,
+    folder: Path,
+    tiers: str = "cpu nvme",
+    *,
+    make: Any = TieredAdamW,
+    chunk: int = 16 * KIB,
+    state: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Any:
+    """An optimizer whose state travels, in a folder of its own."""
+    swap = folder / "swap"
+    swap.mkdir(exist_ok=True)
+    policy = small_policy(swap, tiers.split(), chunk=chunk, **({"state": dict(state)} if state else {}))
+    return make(parameters, **{"lr": 1e-2, **options}, policy=policy)
+
+
+class Weighted(nn.Module):
+    """A model whose parameters are those of a list, so that it can be saved with them."""
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(parameters)
+
+
+def straight(folder: Path, steps: int, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[list[Parameter], Any]:
+    parameters = seeded(*SHAPES, dtype=dtype)
+    optimizer = made(parameters, folder, **how)
+    train(optimizer, parameters, range(steps))
+    return parameters, optimizer
+
+
+# Each save syncs some forty files and folders: what says most is in the default run.
+KEPT = (("cpu", "float32"), ("cpu nvme", "float32"), ("gpu cpu nvme", "split"), ("cpu nvme", "no master"))
+KEPT_RULES = ("AdamW amsgrad", "SGD momentum", "Lion")
+TIERS_AND_MODES = [
+    pytest.param(tiers, mode, marks=[] if (tiers, mode) in KEPT else [pytest.mark.long])
+    for tiers in TIERS
+    for mode in MODES
+]
+EVERY_RULE = [pytest.param(rule, marks=[] if rule in KEPT_RULES else [pytest.mark.long]) for rule in RULES]
+
+
+class TestResuming:
+    @pytest.mark.parametrize(("tiers", "mode"), TIERS_AND_MODES)
+    def test_five_steps_saved_and_four_loaded_are_nine_in_other_tiers_and_chunks_too(
+        self, tiers: str, mode: str, tmp_path: Path
+    ) -> None:
+        dtype, state = MODES[mode]
+        parameters, optimizer = straight(tmp_path, 2, dtype, tiers=tiers, state=state)
+        model = Weighted(parameters)
+        optimizer.save_checkpoint(tmp_path / "saved", model, extra={"step": 2})
+        train(optimizer, parameters, range(2, 5))
+        optimizer.save_checkpoint(tmp_path / "saved", model, extra={"step": 5})
+        train(optimizer, parameters, range(5, 9))
+        others = seeded(*SHAPES, dtype=dtype, seed=9)
+        into = TIERS[(TIERS.index(tiers) + 1) % len(TIERS)]
+        another = made(others, tmp_path, into, chunk=24 * KIB, state=state, lr=3.0)
+        assert another.load_checkpoint(tmp_path / "saved", Weighted(others)) == {"step": 5}
+        train(another, others, range(5, 9))
+        assert_same_parameters(others, parameters)
+        assert_same_saved(another.state_dict(), optimizer.state_dict())
+        another.store.check()
+
+    @pytest.mark.parametrize("rule", EVERY_RULE)
+    def test_every_rule_goes_on_as_it_would_have(self, rule: str, tmp_path: Path) -> None:
+        make, options = RULES[rule]
+        parameters, optimizer = straight(tmp_path, 3, torch.bfloat16, make=make, **options)
+        checkpoint.save(tmp_path / "saved", optimizer, Weighted(parameters))
+        train(optimizer, parameters, range(3, 5))
+        others = seeded(*SHAPES, dtype=torch.bfloat16, seed=9)
+        another = made(others, tmp_path, "cpu", make=make)
+        checkpoint.load(tmp_path / "saved", another, Weighted(others))
+        train(another, others, range(3, 5))
+        assert_same_parameters(others, parameters)
+        assert_same_saved(another.state_dict(), optimizer.state_dict())
+
+    def test_state_in_one_policy_loads_into_every_other_kind_of_state(self, tmp_path: Path) -> None:
+        """Split masters and whole ones are the same numbers; moments are rounded where the policy says so."""
+        parameters, optimizer = straight(tmp_path, 3, torch.bfloat16, state={"master": "split"})
+        optimizer.save_checkpoint(tmp_path / "saved", Weighted(parameters))
+        wanted = optimizer.state_dict()["state"]
+        for mode in ("master float32", "split, low moments", "no master"):
+            others = seeded(*SHAPES, dtype=torch.bfloat16, seed=9)
+            another = made(others, tmp_path, "cpu nvme", state=MODES[mode][1])
+            another.load_checkpoint(tmp_path / "saved", Weighted(others))
+            for key, fields in another.state_dict()["state"].items():
+                for name, value in fields.items():
+                    assert same_bits(value, wanted[key][name].to(value.dtype)), (mode, key, name)
+
+    def test_parameters_of_every_layout_and_complex_ones_keep_their_values(self, tmp_path: Path) -> None:
+        def parameters(seed: int, *, is_transposed: bool) -> list[Parameter]:
+            generator = torch.Generator().manual_seed(seed)
+            matrix, cube = torch.randn(60, 70, generator=generator), torch.randn(4, 30, 50, generator=generator)
+            pairs = torch.randn(40, 90, dtype=torch.complex64, generator=generator)
+            spread = torch.randn(50, 80, generator=generator)[:, ::2]
+            if is_transposed:
+                matrix, pairs = matrix.t().contiguous().t(), pairs.t().contiguous().t()
+                cube, spread = cube.permute(2, 0, 1).contiguous().permute(1, 2, 0), spread.contiguous()
+            return [Parameter(values) for values in (matrix, cube, pairs, spread)]
+
+        mine = parameters(0, is_transposed=True)
+        optimizer = made(mine, tmp_path)
+        train(optimizer, mine, range(3))
+        optimizer.save_checkpoint(tmp_path / "saved", Weighted(mine))
+        wanted = optimizer.state_dict()["state"]
+        for is_transposed in (True, False):
+            others = parameters(1, is_transposed=is_transposed)
+            another = made(others, tmp_path, "gpu cpu nvme")
+            another.load_checkpoint(tmp_path / "saved", Weighted(others))
+            assert_same_values(another.state_dict(), {"state": wanted})
+            assert all(torch.equal(a, b) for a, b in zip(others, mine, strict=True))
+
+    def test_frozen_unused_and_stateless_parameters_empty_groups_and_options_survive(self, tmp_path: Path) -> None:
+        def groups(seed: int) -> list[dict[str, Any]]:
+            parameters = seeded((1000,), (500,), (500,), (100,), seed=seed)
+            parameters[3].requires_grad_(False)
+            return [
+                {"params": parameters[:2], "lr": torch.tensor(0.01), "tier": "cpu"},
+                {"params": []},
+                {"params": parameters[2:], "betas": (0.5, 0.75), "note": {"of": [1, None, "mine"]}},
+            ]
+
+        mine = groups(0)
+        optimizer = made(mine, tmp_path)
+        one, other = mine[0]["params"]
+        train(optimizer, [one, other], range(2))
+        other.grad = None
+        other.requires_grad_(False)  # in the middle
+        train(optimizer, [one], range(2, 4))
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        optimizer.save_checkpoint(tmp_path / "saved")
+        theirs = groups(1)
+        another = made(theirs, tmp_path, "cpu")
+        del another.param_groups[0]["tier"]
+        another.load_checkpoint(tmp_path / "saved")
+        saved, wanted = another.state_dict(), optimizer.state_dict()
+        assert set(saved["state"]) == {0, 1} and saved["state"][1]["step"] == 2
+        assert_same_values(saved, wanted)
+        for found, group in zip(saved["param_groups"], wanted["param_groups"], strict=True):
+            assert found == {name: value for name, value in group.items() if name != "tier"}  # its own affair
+
+    def test_a_checkpoint_without_any_state_takes_it_all_away(self, tmp_path: Path) -> None:
+        fresh = seeded(*SHAPES)
+        made(fresh, tmp_path, betas=(0.5, 0.75)).save_checkpoint(tmp_path / "saved")
+        _, optimizer = straight(tmp_path, 2)
+        optimizer.load_checkpoint(tmp_path / "saved")
+        assert optimizer.state_dict()["state"] == {} and optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+        another = made(seeded(*SHAPES), tmp_path)
+        another.load_checkpoint(tmp_path / "saved")
+        assert another._held.binding is None  # nothing was reserved for nothing
+
+    def test_a_state_that_moments_have_not_begun_for_begins_them_at_the_next_step(self, tmp_path: Path) -> None:
+        """SGD without momentum has a master alone; with momentum from then on the first gradient begins the buffer."""
+        parameters, optimizer = straight(tmp_path, 2, torch.bfloat16, make=TieredSGD)
+        optimizer.save_checkpoint(tmp_path / "saved", Weighted(parameters))
+        others = seeded(*SHAPES, dtype=torch.bfloat16, seed=9)
+        another = made(others, tmp_path, "cpu", make=TieredSGD)
+        another.load_checkpoint(tmp_path / "saved", Weighted(others))
+        for one in (optimizer, another):
+            one.param_groups[0]["momentum"] = 0.9
+        train(optimizer, parameters, range(2, 4))
+        train(another, others, range(2, 4))
+        assert_same_saved(another.state_dict(), optimizer.state_dict())
+
+
+class TestFinding:
+    def test_named_parameters_are_found_in_another_order_and_other_groups(self, tmp_path: Path) -> None:
+        model, twin = network(), network(seed=1)
+        optimizer = made(model.named_parameters(), tmp_path)
+        go_on(model, optimizer, range(2))
+        optimizer.save_checkpoint(tmp_path / "saved", model)
+        turned = list(twin.named_parameters())[::-1]
+        groups = [{"params": turned[:1]}, {"params": turned[1:], "lr": 7.0}]
+        another = made(groups, tmp_path, "cpu")
+        another.load_checkpoint(tmp_path / "saved", twin)
+        assert [group["lr"] for group in another.param_groups] == [1e-2, 1e-2]
+        go_on(model, optimizer, range(2, 4))
+        go_on(twin, another, range(2, 4))
+        names = dict(model.named_parameters())
+        for name, parameter in twin.named_parameters():
+            assert same_bits(parameter, names[name])
+            assert same_bits(another.state[parameter]["exp_avg"], optimizer.state[names[name]]["exp_avg"])
+
+    def test_names_are_the_models_where_the_optimizer_was_given_none(self, tmp_path: Path) -> None:
+        model, twin = network(), network(seed=1)
+        optimizer = made(model.parameters(), tmp_path)
+        go_on(model, optimizer, range(2))
+        optimizer.save_checkpoint(tmp_path / "saved", model)
+        with Reader(tmp_path / "saved") as reader:
+            assert [entry.name for entry in reader.entries("params").values()] == list(dict(model.named_parameters()))
+        another = made(list(twin.parameters())[::-1], tmp_path, "cpu")
+        another.load_checkpoint(tmp_path / "saved", twin)
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert same_bits(optimizer.state[mine]["exp_avg"], another.state[theirs]["exp_avg"])
+
+    def test_only_what_a_pattern_selects_is_loaded(self, tmp_path: Path) -> None:
+        model, twin = network(), network(seed=1)
+        optimizer, another = made(model.named_parameters(), tmp_path), made(twin.named_parameters(), tmp_path, lr=0.5)
+        go_on(model, optimizer, range(3))
+        go_on(twin, another, range(1))
+        optimizer.save_checkpoint(tmp_path / "saved", model)
+        before, values = cloned(another.state_dict()), [p.detach().clone() for p in twin.parameters()]
+        another.load_checkpoint(tmp_path / "saved", twin, params="*.weight")
+        after, wanted = another.state_dict(), optimizer.state_dict()
+        assert another.param_groups[0]["lr"] == 0.5
+        for number, (name, parameter) in enumerate(twin.named_parameters()):
+            source, value = (wanted, model.get_parameter(name)) if name.endswith("weight") else (before, values[number])
+            assert same_bits(parameter, value), name
+            assert all(same_bits(after["state"][number][f], v) for f, v in source["state"][number].items()), name
+        another.store.check()
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ("a shape", "shape"),
+            ("one more", "missing there: more"),
+            ("one less", "unexpected: scale"),
+            ("another name", "missing there: other.weight, other.bias; unexpected: 0.weight, 0.bias"),
+            ("a complex one", "complex64"),
+            ("another rule", "is not SGD's: unknown"),
+            ("no model saved", "was saved without one"),
+            ("a pattern of none", "selects none"),
+            ("a pattern without names", "they have none"),
+            ("places, one more", "5 parameters, the optimizer 6"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_before_anything_changes(
+        self, change: str, words: str, tmp_path: Path
+    ) -> None:
+        model: Any = network()
+        optimizer = made(model.named_parameters(), tmp_path)
+        go_on(model, optimizer, range(1))
+        optimizer.save_checkpoint(tmp_path / "saved", None if change == "no model saved" else model)
+        twin: Any = network(seed=1)
+        make, given, with_model, pattern = TieredAdamW, True, None, None
+        if change == "a shape":
+            twin.register_parameter("scale", Parameter(torch.ones(2)))
+        elif change in ("one more", "places, one more"):
+            twin.register_parameter("more", Parameter(torch.ones(2)))
+            given = change == "one more"
+        elif change == "one less":
+            del twin.scale
+        elif change == "another name":
+            layers = dict(twin.named_children())
+            twin = nn.Sequential()
+            for name, layer in layers.items():
+                twin.add_module({"0": "other"}.get(name, name), layer)
+            twin.register_parameter("scale", Parameter(torch.tensor(1.5)))
+        elif change == "a complex one":
+            twin.register_parameter("scale", Parameter(torch.tensor(1.5 + 1j)))
+        elif change == "another rule":
+            make = TieredSGD
+        elif change == "no model saved":
+            with_model = twin
+        elif change == "a pattern of none":
+            pattern = "nothing*"
+        elif change == "a pattern without names":
+            given, pattern = False, "*"
+        another = made(twin.named_parameters() if given else twin.parameters(), tmp_path, make=make)
+        for parameter in twin.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        another.step()
+        with nothing_changes(another), pytest.raises(StateDictError, match=words):
+            another.load_checkpoint(tmp_path / "saved", with_model, params=pattern)
+
+    def test_groups_that_mix_parameters_of_several_with_other_options_are_refused(self, tmp_path: Path) -> None:
+        one, other = seeded((100,), (200,))
+        optimizer = made([{"params": [("a", one)]}, {"params": [("b", other)], "lr": 0.5}], tmp_path)
+        optimizer.save_checkpoint(tmp_path / "saved")
+        another = made([("b", other), ("a", one)], tmp_path)
+        with nothing_changes(another), pytest.raises(StateDictError, match="whose options differ"):
+            another.load_checkpoint(tmp_path / "saved")
+
+
+class TestTorchFiles:
+    @pytest.mark.parametrize("is_named", [True, False])
+    def test_what_torch_saved_of_its_own_optimizer_loads_parameters_without_state_among_it(
+        self, is_named: bool, tmp_path: Path
+    ) -> None:
+        model, twin = network(), network(seed=1)
+        parameters = list(model.named_parameters() if is_named else model.parameters())
+        reference = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}], fused=True)
+        model.get_parameter("0.bias").requires_grad_(False)
+        go_on(model, reference, range(2))
+        torch.save(reference.state_dict(), tmp_path / "torch.pt")
+        others = list(twin.named_parameters() if is_named else twin.parameters())
+        turned = others[::-1] if is_named else others
+        groups = (
+            [{"params": turned[:3]}, {"params": turned[3:]}]
+            if is_named
+            else [
+                {"params": turned[:2]},
+                {"params": turned[2:]},
+            ]
+        )
+        optimizer = made(groups, tmp_path)
+        optimizer.load_checkpoint(tmp_path / "torch.pt")
+        assert sorted(group["lr"] for group in optimizer.param_groups) == [0.001, 0.5]
+        for (_, mine), (name, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert set(optimizer.state[theirs]) == set(reference.state[mine]), name
+            assert all(same_bits(optimizer.state[theirs][f], value) for f, value in reference.state[mine].items()), name
+
+
+class TestModels:
+    def test_tied_weights_buffers_and_extra_state_come_back_in_place(self, tmp_path: Path) -> None:
+        class Model(nn.Module):
+            def __init__(self, seed: int) -> None:
+                super().__init__()
+                torch.manual_seed(seed)
+                self.embedding = nn.Embedding(50, 8)
+                self.head = nn.Linear(8, 50, bias=False)
+                self.head.weight = self.embedding.weight
+                self.norm = nn.BatchNorm1d(8)
+                self.seen = {"words": seed, "rate": float("nan")}
+                self.register_buffer("mask", torch.rand(9, 4).t() > 0.5)
+                self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+            def get_extra_state(self) -> Any:
+                return self.seen
+
+            def set_extra_state(self, state: Any) -> None:
+                self.seen = state
+
+        model, twin = Model(1), Model(2)
+        model.norm(torch.randn(4, 8))
+        made(model.named_parameters(), tmp_path).save_checkpoint(tmp_path / "saved", model)
+        with Reader(tmp_path / "saved") as reader:
+            assert len(reader.entries("model")) == len(model.state_dict()) - 2  # one tied, one no tensor
+        places = [value.data_ptr() for value in twin.state_dict().values() if isinstance(value, Tensor)]
+        made(twin.named_parameters(), tmp_path).load_checkpoint(tmp_path / "saved", twin)
+        assert [v.data_ptr() for v in twin.state_dict().values() if isinstance(v, Tensor)] == places
+        assert twin.seen["words"] == 1
+        for key, value in model.state_dict().items():
+            if isinstance(value, Tensor):
+                assert torch.equal(twin.state_dict()[key], value), key
+
+    def test_a_model_that_cannot_be_stored_is_refused_and_the_checkpoint_stands(self, tmp_path: Path) -> None:
+        class Strange(nn.Linear):
+            def get_extra_state(self) -> Any:
+                return {"of": object()}
+
+            def set_extra_state(self, state: Any) -> None: ...
+
+        model = nn.Linear(3, 3)
+        optimizer = made(model.parameters(), tmp_path)
+        optimizer.save_checkpoint(tmp_path / "saved", model, extra=1)
+        for bad, words in [(Strange(3, 3), "extra_state"), (nn.Linear(3, 3, device="meta"), "meta device")]:
+            with pytest.raises(CheckpointValueError, match=words):
+                optimizer.save_checkpoint(tmp_path / "saved", bad, extra=2)
+        with pytest.raises(CheckpointValueError, match="extra"):
+            optimizer.save_checkpoint(tmp_path / "saved", model, extra={"a": object()})
+        assert optimizer.load_checkpoint(tmp_path / "saved", model) == 1
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "swap"]
+
+
+class TestFaults:
+    def damage(self, path: Path, number: int, field: str) -> None:
+        """Flip a bit in the middle of one field's only block."""
+        (file,) = [file for file in (path / "params" / f"{number:06d}" / field).iterdir() if file.name != "zarr.json"]
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+    def test_a_load_that_breaks_off_refuses_steps_until_one_succeeds(self, tmp_path: Path) -> None:
+        _, optimizer = straight(tmp_path, 2)
+        optimizer.save_checkpoint(tmp_path / "good")
+        optimizer.save_checkpoint(tmp_path / "bad")
+        self.damage(tmp_path / "bad", 5, "exp_avg_sq")
+        others = seeded(*SHAPES)
+        another = made(others, tmp_path)
+        train(another, others, range(1))
+        with pytest.raises(DamagedCheckpointError):
+            another.load_checkpoint(tmp_path / "bad")
+        with pytest.raises(FailedStepError, match=r"loading .* broke off"):
+            another.step()
+        with pytest.raises(FailedStepError, match="not saved over a checkpoint"):
+            another.save_checkpoint(tmp_path / "good")
+        another.store.check()
+        another.load_checkpoint(tmp_path / "good")
+        assert_same_saved(another.state_dict(), optimizer.state_dict())
+        another.step()
+
+    def test_what_a_pattern_left_half_loaded_is_put_right_by_loading_no_less(self, tmp_path: Path) -> None:
+        model, twin = network(), network(seed=1)
+        optimizer, another = made(model.named_parameters(), tmp_path), made(twin.named_parameters(), tmp_path)
+        go_on(model, optimizer, range(2))
+        go_on(twin, another, range(1))
+        for name in ("good", "bad"):
+            optimizer.save_checkpoint(tmp_path / name)
+        self.damage(tmp_path / "bad", 2, "exp_avg")  # 0.bias
+        with pytest.raises(DamagedCheckpointError):
+            another.load_checkpoint(tmp_path / "bad", params="0.*")
+        with pytest.raises(FailedStepError, match="at least all that load was to load"):
+            another.load_checkpoint(tmp_path / "good", params="2.*")
+        another.load_checkpoint(tmp_path / "good", params="*.*")
+        another.step()
+
+    def test_a_step_that_broke_off_is_put_right_by_a_whole_load_alone(self, tmp_path: Path) -> None:
+        parameters, optimizer = straight(tmp_path, 2)
+        optimizer.save_checkpoint(tmp_path / "saved", Weighted(parameters))
+        optimizer.store.fail("a step broke off")
+        with pytest.raises(FailedStepError):
+            optimizer.load_checkpoint(tmp_path / "saved", Weighted(parameters), params="*.0")
+        optimizer.load_checkpoint(tmp_path / "saved", Weighted(parameters))
+        optimizer.step()
+
+    def test_no_checkpoint_and_a_wrong_keep_last_are_told(self, tmp_path: Path) -> None:
+        _, optimizer = straight(tmp_path, 1)
+        with nothing_changes(optimizer), pytest.raises(NoCheckpointError):
+            optimizer.load_checkpoint(tmp_path / "none")
+        with pytest.raises(CheckpointValueError, match="keep_last"):
+            optimizer.save_checkpoint(tmp_path / "saved", keep_last=0)
+
+    def test_keep_last_leaves_the_newest(self, tmp_path: Path) -> None:
+        _, optimizer = straight(tmp_path, 1)
+        (tmp_path / "run").mkdir()
+        for step in range(4):
+            optimizer.save_checkpoint(tmp_path / "run" / f"step{step}", keep_last=2)
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step2", "step3"]

@@ -1,0 +1,169 @@
+"""What the command line says of checkpoints, and with which exit status; conversions there and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zarr
+
+from tests.unit.test_checkpoint import save
+from tests.unit.test_checkpoint_extra import same, trained
+from tierstore.checkpoint import VALUES, Entry, Reader, Writer
+from tierstore.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Run a command; return its exit status, what it printed, and what it told as an error."""
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", *map(str, arguments)])
+    printed = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, printed.out, printed.err
+
+
+def test_inspect_shows_the_tree_with_shapes_steps_and_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Writer(tmp_path / "c", header={"lr": 0.25}) as writer:
+        writer.add("params", 0, Entry("lay.w", (2, 2), (2, 1), torch.float32, {"exp_avg": torch.bfloat16}, 7.0))
+        writer.write("params", 0, "exp_avg", 0, torch.tensor([3.0, 4.0, 0.0, float("nan")], dtype=torch.bfloat16))
+        writer.commit()
+    status, out, _ = run(capsys, "inspect", tmp_path / "c")
+    assert status == 0
+    for words in ("000000 lay.w  [2, 2] float32  step 7", "exp_avg  bfloat16", "norm 5  1 not finite", '{"lr": 0.25}'):
+        assert words in out
+    status, out, _ = run(capsys, "inspect", tmp_path / "c", "--json")
+    found = json.loads(out)
+    assert found["params"][0]["fields"]["exp_avg"] == {"dtype": "bfloat16", "nbytes": 8, "norm": 5.0, "not_finite": 1}
+    assert found["header"] == {"lr": 0.25} and found["bytes"] == 8
+
+
+def test_verify_names_all_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "c", torch.randn(6_000_000), torch.randn(10), torch.randn(10))
+    assert run(capsys, "verify", tmp_path / "c")[0] == 0
+    for file, place in (("000000/exp_avg/c.0", 100), ("000002/exp_avg/c.0", 7)):
+        content = bytearray((tmp_path / "c/params" / file).read_bytes())
+        content[place] ^= 1
+        (tmp_path / "c/params" / file).write_bytes(content)
+    document = tmp_path / "c/params/000001/zarr.json"
+    document.write_text(document.read_text().replace("3.0", "4.0"))
+    status, out, _ = run(capsys, "verify", tmp_path / "c")
+    assert status == 1
+    assert [line for line in out.splitlines() if "checksum" in line and "params/000000" in line]
+    assert [line for line in out.splitlines() if "checksum" in line and "params/000002" in line]
+    assert [line for line in out.splitlines() if "params/000001/zarr.json" in line]
+    status, out, _ = run(capsys, "verify", tmp_path / "c", "--json")
+    assert status == 1 and len(json.loads(out)["problems"]) == 3
+    (tmp_path / "c/params/000001/exp_avg/c.0").unlink()
+    assert run(capsys, "verify", tmp_path / "c")[0] == 1
+    status, _, error = run(capsys, "verify", tmp_path / "nothing")
+    assert status == 2 and error.startswith("error: ") and len(error.splitlines()) == 1
+
+
+def test_verify_finds_what_torch_does_not_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.full((1000,), 7.0)}, tmp_path / "t.pt")
+    assert run(capsys, "verify", tmp_path / "t.pt")[0] == 0
+    content = (tmp_path / "t.pt").read_bytes()
+    (tmp_path / "t.pt").write_bytes(content.replace(torch.full((1000,), 7.0).numpy().tobytes(), bytes(4000)))
+    status, out, _ = run(capsys, "verify", tmp_path / "t.pt")
+    assert status == 1 and "damaged" in out
+
+
+def test_diff_tells_hyper_parameters_shapes_steps_and_values_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def saved(name: str, lr: float, change: float, step: float, order: list[str]) -> Path:
+        with Writer(tmp_path / name, header={"lr": lr, "betas": [0.9, 0.99]}) as writer:
+            for number, key in enumerate(order):
+                stride = (3, 1) if name == "a" else (1, 2)
+                writer.add("params", number, Entry(key, (2, 3), stride, torch.float32, {"m": torch.float32}, step))
+                values = torch.arange(6.0).reshape(2, 3).clone()
+                values[1, 2] += change if key == "w" else 0.0
+                ordered = values if name == "a" else values.t()
+                writer.write("params", number, "m", 0, ordered.flatten())
+            writer.keep({"rng": torch.arange(100) + int(change), "epoch": step})
+            writer.commit()
+        return tmp_path / name
+
+    one = saved("a", 0.1, 0.0, 3.0, ["w", "v"])
+    assert run(capsys, "diff", one, saved("b", 0.1, 0.0, 3.0, ["v", "w"]))[:2] == (0, "no difference\n")
+    status, out, _ = run(capsys, "diff", one, saved("b", 0.2, 1.5, 4.0, ["v", "w", "x"]))
+    assert status == 1
+    for words in (
+        "header.lr: 0.1 and 0.2",
+        "params/w: step 3.0 and 4.0",
+        "extra.epoch: 3.0 and 4.0",
+        f"params/x: only in {tmp_path}/b",
+    ):
+        assert words in out
+    assert "extra.rng.$tensor" in out
+    assert "params/w/m: 1 of 6 elements differ, by at most 1.5" in out and "params/v/m" not in out
+    found = json.loads(run(capsys, "diff", one, tmp_path / "b", "--json")[1])
+    assert {"place": "params/w/m", "max_abs": 1.5, "elements": 1} in [
+        {key: value for key, value in difference.items() if key != "text"} for difference in found["differences"]
+    ]
+    assert run(capsys, "diff", one, tmp_path / "none")[0] == 2
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_torchs_file_becomes_a_checkpoint_and_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compression: str
+) -> None:
+    def wrap(model: Any, optimizer: Any) -> Any:
+        return {"model": model, "optimizer": optimizer, "epoch": 3, "rng": torch.get_rng_state()}
+
+    trained(tmp_path / "t.pt", wrap)
+    assert run(capsys, "convert", tmp_path / "t.pt", tmp_path / "c", "--compression", compression)[0] == 0
+    assert run(capsys, "verify", tmp_path / "c")[0] == 0
+    assert run(capsys, "diff", tmp_path / "t.pt", tmp_path / "c")[:2] == (0, "no difference\n")
+    assert run(capsys, "convert", tmp_path / "c", tmp_path / "back.pt")[0] == 0
+    before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("t.pt", "back.pt"))
+    assert same(dict(after["model"]), dict(before["model"]))
+    assert same(after["optimizer"], before["optimizer"])
+    assert same(after["extra"], {"epoch": before["epoch"], "rng": before["rng"]})
+    assert sorted(os.listdir(tmp_path)) == ["back.pt", "c", "t.pt"]
+
+
+def test_an_optimizers_own_state_dict_comes_back_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, optimizer = trained(tmp_path / "t.pt", lambda model, optimizer: optimizer)
+    run(capsys, "convert", tmp_path / "t.pt", tmp_path / "c")
+    run(capsys, "convert", tmp_path / "c", tmp_path / "back.pt")
+    optimizer.load_state_dict(torch.load(tmp_path / "back.pt", weights_only=True))
+    assert same(torch.load(tmp_path / "back.pt"), torch.load(tmp_path / "t.pt"))
+
+
+def test_nd_arrays_have_the_tensors_shapes_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = [torch.randn(50, 30, 2), torch.randn(40, 30).to(torch.bfloat16).t(), torch.tensor(3.0), torch.empty(0, 2)]
+    with Writer(tmp_path / "c", header={}) as writer:
+        for number, tensor in enumerate(tensors):
+            writer.add(
+                "model",
+                number,
+                Entry(f"t{number}", tuple(tensor.shape), tensor.stride(), tensor.dtype, {VALUES: tensor.dtype}),
+            )
+            writer.write("model", number, VALUES, 0, tensor.as_strided((tensor.numel(),), (1,)))
+        writer.commit()
+    assert run(capsys, "convert", "--nd", tmp_path / "c", tmp_path / "nd")[0] == 0
+    group = zarr.open_group(tmp_path / "nd", mode="r")
+    for number, tensor in enumerate(tensors):
+        array = group[f"model/{number:06d}/{VALUES}"]
+        assert isinstance(array, zarr.Array)
+        assert torch.as_tensor(array[...]).equal(tensor.float())
+        assert group[f"model/{number:06d}"].attrs["name"] == f"t{number}"
+    status, _, error = run(capsys, "convert", "--nd", tmp_path / "c", tmp_path / "nd")
+    assert status == 2 and "exists" in error
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.pt").write_text("not torch's")
+    (tmp_path / "folder").mkdir()
+    save(tmp_path / "c", torch.zeros(3))
+    assert run(capsys, "convert", tmp_path / "t.pt", tmp_path / "new")[0] == 2
+    assert run(capsys, "convert", tmp_path / "c", tmp_path / "folder")[0] == 2
+    assert run(capsys, "convert", tmp_path / "c", tmp_path / "no/such/folder.pt")[0] == 2
+    assert sorted(os.listdir(tmp_path)) == ["c", "folder", "t.pt"]
+    with Reader(tmp_path / "c") as reader:
+        assert len(reader.entries("params")) == 1

@@ -1,0 +1,221 @@
+"""A checkpoint replaces another in one instant, whatever ends the process, and whoever reads or writes meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes import KILLED, EndingFiles
+from tests.unit.test_checkpoint import load, save
+from tierstore.checkpoint import Reader, Writer
+from tierstore.checkpoint.files import Files
+from tierstore.errors import CheckpointValueError, IncompleteCheckpointError, NoCheckpointError
+
+OLD, NEW = torch.full((5,), 1.0), torch.full((5,), 2.0)
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Do it in a process of its own; return its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def save_killed(path: Path, nth: int, can_exchange: bool) -> bool:
+    """Save NEW in a child that ends at its nth call of the filesystem. False if it came to the end before that."""
+    status = in_child(lambda: save(path, NEW, files=EndingFiles(nth, can_exchange=can_exchange)))
+    assert status in (0, KILLED)
+    return status == KILLED
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_crash_at_any_call_leaves_the_old_one_or_the_new_one(tmp_path: Path, can_exchange: bool) -> None:
+    """Every call of the filesystem is the last one once; a reader then finds one of the two, complete.
+
+    The old one until the names are exchanged, the new one ever after. The next save leaves nothing else.
+    """
+    nth, found = 1, []
+    while True:
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        save(folder / "c", OLD)
+        is_killed = save_killed(folder / "c", nth, can_exchange)
+        with Reader(folder / "c") as reader:
+            values = load(reader)
+        assert values.equal(OLD) or values.equal(NEW)
+        found.append(values.equal(NEW))
+        save(folder / "c", OLD)
+        assert os.listdir(folder) == ["c"]
+        if not is_killed:
+            break
+        nth += 1
+    assert nth > 20
+    assert found == sorted(found) and not found[0] and found[-2]
+
+
+def test_a_crash_in_the_first_save_leaves_the_new_one_or_none_that_is_loaded(tmp_path: Path) -> None:
+    nth, outcomes = 1, []
+    while True:
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        is_killed = save_killed(folder / "c", nth, True)
+        try:
+            with Reader(folder / "c") as reader:
+                assert load(reader).equal(NEW)
+            outcomes.append("new")
+        except IncompleteCheckpointError:
+            outcomes.append("unfinished")
+        except NoCheckpointError:
+            outcomes.append("none")
+        if not is_killed:
+            break
+        nth += 1
+    assert [outcome for place, outcome in enumerate(outcomes) if outcome not in outcomes[:place]] == [
+        "none",
+        "unfinished",
+        "new",
+    ]
+
+
+def test_an_unfinished_checkpoint_is_named_as_such(tmp_path: Path) -> None:
+    save_killed(tmp_path / "b", 5, True)
+    with pytest.raises(IncompleteCheckpointError, match=r"\.b\.tierstore-[0-9a-f]* beside it was never finished"):
+        Reader(tmp_path / "b")
+    save(tmp_path / "c", OLD)
+    (tmp_path / "c/zarr.json").unlink()
+    with pytest.raises(IncompleteCheckpointError, match="never finished"):
+        Reader(tmp_path / "c")
+
+
+def test_a_checkpoint_that_is_replaced_can_be_read_to_its_end(tmp_path: Path) -> None:
+    save(tmp_path / "c", OLD)
+    with Reader(tmp_path / "c") as reader:
+        save(tmp_path / "c", NEW)
+        assert load(reader).equal(OLD)
+    with Reader(tmp_path / "c") as reader:
+        assert load(reader).equal(NEW)
+    save(tmp_path / "c", NEW)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_two_writers_of_one_path_leave_each_other_alone(tmp_path: Path) -> None:
+    with Writer(tmp_path / "c", header={"who": 1}) as one:
+        with Writer(tmp_path / "c", header={"who": 2}) as two:
+            two.commit()
+        assert len(os.listdir(tmp_path)) == 2
+        one.commit()
+    with Reader(tmp_path / "c") as reader:
+        assert reader.header == {"who": 1}
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis").write_text("years of work")
+    (tmp_path / "file").write_text("as well")
+    for name in ("mine", "file"):
+        with pytest.raises(CheckpointValueError, match="no checkpoint"):
+            Writer(tmp_path / name, header={})
+    save(tmp_path / "c", OLD)
+    with Writer(tmp_path / "c", header={}) as writer:
+        (tmp_path / "c").rename(tmp_path / "away")
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c/thesis").write_text("put there meanwhile")
+        with pytest.raises(CheckpointValueError, match="no checkpoint"):
+            writer.commit()
+    assert sorted(os.listdir(tmp_path)) == ["away", "c", "file", "mine"]
+
+
+def test_only_the_oldest_beyond_keep_last_are_removed_and_only_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    for number in range(5):
+        with Writer(tmp_path / f"step-{number}", header={}) as writer:
+            writer.commit(keep_last=3)
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step-2", "step-3", "step-4"]
+    with Reader(tmp_path / "step-2"), Writer(tmp_path / "step-5", header={}) as writer:
+        writer.commit(keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step-2", "step-5"]
+
+
+def test_a_writer_and_a_reader_that_are_forgotten_give_everything_back(tmp_path: Path) -> None:
+    save(tmp_path / "c", OLD)
+    before = len(os.listdir("/proc/self/fd"))
+    writer, reader = Writer(tmp_path / "c", header={}), Reader(tmp_path / "c")
+    assert len(os.listdir(tmp_path)) == 2
+    del writer, reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    save(tmp_path / "c", NEW)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_forked_child_that_lives_on_holds_nothing(tmp_path: Path) -> None:
+    """A DataLoader's worker, forked in the middle of a save, inherits the descriptors and outlives the writer."""
+    save(tmp_path / "c", OLD)
+    ours, its = os.pipe()
+    with Writer(tmp_path / "c", header={}) as writer:
+        child = os.fork()
+        if child == 0:
+            os.close(its)
+            os.read(ours, 1)  # until the parent is done
+            os._exit(0)
+        writer.commit()
+    save(tmp_path / "c", NEW)
+    assert os.listdir(tmp_path) == ["c"]
+    os.close(its)
+    os.close(ours)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_nothing_is_pruned_when_a_save_fails(tmp_path: Path) -> None:
+    class NamelessFiles(Files):
+        def rename(self, source: str, target: str) -> None:
+            raise OSError(5, "refused")
+
+    save(tmp_path / "one", OLD)
+    with Writer(tmp_path / "two", header={}, files=NamelessFiles()) as writer, pytest.raises(OSError, match="refused"):
+        writer.commit(keep_last=1)
+    assert os.listdir(tmp_path) == ["one"]
+
+
+def test_descriptors_and_threads_stay_constant_over_many_checkpoints(tmp_path: Path) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    counts = []
+    for number in range(40):
+        save(tmp_path / f"{number % 3}", torch.randn(600_000) if number % 10 == 0 else OLD)
+        with Reader(tmp_path / f"{number % 3}") as reader:
+            load(reader)
+        counts.append(held())
+    assert counts[-1] == counts[10]
+
+
+def test_without_locks_of_folders_nothing_of_anybodys_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a filesystem without flock nobody can tell a dead writer's folder from a live one's, so it stays."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with Writer(tmp_path / "c", header={}):
+        save(tmp_path / "c", OLD)
+        save(tmp_path / "c", NEW)
+        assert len(os.listdir(tmp_path)) == 2
+    with Reader(tmp_path / "c") as reader:
+        assert load(reader).equal(NEW)
+    assert os.listdir(tmp_path) == ["c"]

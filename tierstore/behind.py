@@ -1,0 +1,172 @@
+"""Writes on a thread of its own what was copied for it: a few buffers, filled by one thread, emptied here.
+
+The thread sees its buffers and the writer of a checkpoint, nothing else: no tier, no ledger, no parameter. After an
+error it writes no more, but goes on taking buffers until it hears that no more will come, so that whoever fills them
+never waits in vain.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor
+
+from tierstore.cores import on_one_core
+from tierstore.guard import WORKER_PREFIX
+from tierstore.mapping import map_host_memory
+from tierstore.signals import break_point
+
+BUFFERS = 3
+"""One is filled, one is written, and one waits between."""
+
+
+class Sink(Protocol):
+    """The writer of a checkpoint: a context manager that abandons what was not committed."""
+
+    def write(self, section: str, number: int, field: str, start: int, values: Tensor) -> None:
+        """Store a part of a field, a 1-D CPU tensor; has copied it when it returns."""
+
+    def commit(self, *, keep_last: int | None = None) -> None:
+        """Let the checkpoint be there, complete."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Abandon what was not committed."""
+
+
+Job = Callable[[Sink], None]
+"""Writes what is in one buffer."""
+
+
+class WriteBehind:
+    """What is on its way into one checkpoint. For the one thread that fills the buffers.
+
+    Whenever it waits, `tell` hears how many bytes are written.
+    """
+
+    def __init__(self, sink: Sink, *, buffer_bytes: int, keep_last: int | None) -> None:
+        """Take over a writer that was entered and knows its entries."""
+        self.error: BaseException | None = None
+        self.tell: Callable[[int], None] = _tell_nobody
+        self.written_bytes = 0
+        self._sink = sink
+        self._keep_last = keep_last
+        self._buffer_bytes = buffer_bytes
+        self._free: list[Tensor] = []
+        self._made = 0
+        self._jobs: deque[tuple[Tensor, Job, int]] = deque()
+        self._changed = threading.Condition()
+        self._is_complete = self._is_over = False
+        self._thread = threading.Thread(
+            target=on_one_core, args=(self._main,), name=f"{WORKER_PREFIX}checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing more will be written."""
+        return self.error is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the checkpoint is there, or was given up."""
+        return self._is_over
+
+    def wait_for_buffer(self) -> tuple[Tensor, float]:
+        """Get a buffer (uint8, page-aligned host memory) to be filled, and the seconds that it took."""
+        began = time.perf_counter()
+        with self._changed:
+            if not self._free and self._made < BUFFERS:
+                self._made += 1
+                return map_host_memory(self._buffer_bytes), 0.0
+            self._changed.wait_for(lambda: bool(self._free))
+            buffer, written = self._free.pop(), self.written_bytes
+        self.tell(written)
+        return buffer, time.perf_counter() - began
+
+    def put(self, buffer: Tensor, job: Job, nbytes: int) -> None:
+        """Let a job write so many bytes of a filled buffer, which is the thread's from now on."""
+        with self._changed:
+            self._jobs.append((buffer, job, nbytes))
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Hear that the buffer got last is lost: something may write to it yet."""
+        with self._changed:
+            self._made -= 1
+
+    def complete(self) -> None:
+        """Say that nothing more comes; the checkpoint is committed once all is written, or given up if that failed."""
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Give the checkpoint up; what went wrong first counts."""
+        with self._changed:
+            self.error = self.error or error
+            self._is_complete = True
+            self._changed.notify_all()
+
+    def wait_until_over(self) -> None:
+        """Wait until the checkpoint is there or given up."""
+        while not self._is_over:
+            with self._changed:
+                if not self._is_over:
+                    self._changed.wait()  # notified of every buffer that was written
+            self.tell(self.written_bytes)
+            break_point()
+        self._thread.join()
+
+    def _main(self) -> None:
+        with ExitStack() as writing:
+            writing.callback(self._end)
+            writing.push(self._leave)
+            while (job := self._next_job()) is not None:
+                self._do(*job)
+            if not self.has_failed:
+                self._sink.commit(keep_last=self._keep_last)
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Leave the writer, which abandons what it did not commit."""
+        self.error = self.error or error
+        try:
+            self._sink.__exit__(kind, error, traceback)
+        except BaseException as another:
+            self.error = self.error or another
+        return True
+
+    def _next_job(self) -> tuple[Tensor, Job, int] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._jobs) or self._is_complete)
+            return self._jobs.popleft() if self._jobs else None
+
+    def _do(self, buffer: Tensor, job: Job, nbytes: int) -> None:
+        try:
+            if not self.has_failed:
+                job(self._sink)
+        except BaseException as error:
+            self.error = self.error or error
+        with self._changed:
+            self.written_bytes += nbytes
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._free.clear()
+            self._is_over = True
+            self._changed.notify_all()
+
+
+def _tell_nobody(written_bytes: int) -> None:
+    pass

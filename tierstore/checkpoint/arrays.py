@@ -1,0 +1,171 @@
+"""Writes one array, a part at a time, in any order: parts become blocks, full blocks go to their files.
+
+Every element is given exactly once. A block of which only a part is known waits in memory that its owner provides. Of
+an array of one block that is all there is; others go to shards directly, and a shard is synced when its index, which is
+the last of it, is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, encode
+from tierstore.checkpoint.documents import ArrayNode
+from tierstore.checkpoint.files import Files
+from tierstore.checkpoint.geometry import BLOCK_BYTES, PAGE_BYTES
+from tierstore.errors import CheckpointValueError
+from tierstore.layout import round_up
+from tierstore.results import Results
+
+GRANTED_BYTES = 32 << 20
+_MISSING = np.uint64(2**64 - 1)
+"""In an index: a block that the array does not have."""
+
+
+@dataclass(slots=True)
+class _Partial:
+    """A block of which not all elements have been given: its bytes, and the ranges of elements that are there."""
+
+    values: Buffer
+    ranges: list[tuple[int, int]]
+    missing: int
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A shard being written: its index so far, how many blocks are to come, where the next compressed one goes."""
+
+    index: npt.NDArray[np.uint64]
+    missing: int
+    end: int
+
+
+class Waiting:
+    """Memory for blocks of which only a part is known: ordinary up to GRANTED_BYTES, mapped from `folder` beyond."""
+
+    def __init__(self, folder: Path) -> None:
+        self._results = Results(GRANTED_BYTES, folder)
+        self._free: deque[Buffer] = deque()
+
+    def take(self) -> Buffer:
+        """Take room for a block."""
+        return self._free.pop() if self._free else self._results.allocate(BLOCK_BYTES, torch.uint8).numpy()
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Let another block have it."""
+        self._free.append(buffer)
+
+
+class Array:
+    """One array at `path`, a folder that exists. `direct`: files are written past the page cache."""
+
+    def __init__(self, path: str, node: ArrayNode, files: Files, blocks: Blocks, *, direct: bool) -> None:
+        self._path = path
+        self._node = node
+        self._files = files
+        self._blocks = blocks
+        self._direct = direct
+        self._begun = np.zeros(node.geometry.blocks, np.bool_)
+        self._partials: dict[int, _Partial] = {}
+        self._shards: dict[int, _Shard] = {}
+        self._lock = threading.Lock()
+        self.missing = node.geometry.elements
+
+    def write(self, start: int, values: Buffer, waiting: Waiting) -> None:
+        """Take over elements from `start` on, given as their bytes. They have been copied when this returns."""
+        geometry = self._node.geometry
+        count = len(values) // geometry.itemsize
+        if start < 0 or start + count > geometry.elements:
+            raise CheckpointValueError(
+                f"{self._path}: elements {start:,} to {start + count:,} were given of {geometry.elements:,}"
+            )
+        for number in geometry.blocks_of(start, count):
+            begin, end = geometry.range_of(number)
+            first, last = max(begin, start), min(end, start + count)
+            part = values[(first - start) * geometry.itemsize : (last - start) * geometry.itemsize]
+            if (first, last) == (begin, end):
+                self._begin(number)
+                self._finish(number, part)
+            else:
+                self._fill(number, first - begin, part, end - begin, waiting)
+        self.missing -= count
+
+    def _begin(self, number: int) -> None:
+        if self._begun[number]:
+            begin, end = self._node.geometry.range_of(number)
+            raise CheckpointValueError(f"{self._path}: some of the elements {begin:,} to {end:,} were given twice")
+        self._begun[number] = True
+
+    def _fill(self, number: int, first: int, part: Buffer, elements: int, waiting: Waiting) -> None:
+        """Add a part to a block; `first` counts from the block's first element."""
+        itemsize = self._node.geometry.itemsize
+        if (partial := self._partials.get(number)) is None:
+            self._begin(number)
+            partial = self._partials[number] = _Partial(waiting.take(), [], elements)
+        last = first + len(part) // itemsize
+        if any(first < end and begin < last for begin, end in partial.ranges):
+            raise CheckpointValueError(f"{self._path}: some elements of block {number} were given twice")
+        partial.ranges.append((first, last))
+        partial.values[first * itemsize : last * itemsize] = part
+        partial.missing -= last - first
+        if partial.missing == 0:
+            del self._partials[number]
+            self._finish(number, partial.values[: elements * itemsize])
+            waiting.give_back(partial.values)
+
+    def _finish(self, number: int, values: Buffer) -> None:
+        geometry = self._node.geometry
+        buffer = self._blocks.wait_for_buffer()
+        try:
+            self._blocks.check()
+            buffer[: len(values)] = values
+            buffer[len(values) : geometry.block_bytes] = 0  # the last block's rest
+            if geometry.blocks == 1:
+                size = encode(geometry, buffer)
+                self._files.create(f"{self._path}/{self._node.file_of(0)}", buffer[:size].tobytes())
+        except BaseException:
+            self._blocks.give_back(buffer)
+            raise
+        if geometry.blocks == 1:
+            self._blocks.give_back(buffer)
+        else:
+            self._blocks.submit(lambda filled: self._store(number, filled), buffer)
+
+    def _store(self, number: int, buffer: Buffer) -> None:
+        """Write a block to its shard, on a thread; the last one writes the index."""
+        geometry = self._node.geometry
+        size = encode(geometry, buffer)
+        padded = round_up(size, PAGE_BYTES)
+        buffer[size:padded] = 0
+        shard_number, place = geometry.place_of(number)
+        path = f"{self._path}/{self._node.file_of(shard_number)}"
+        with self._lock:
+            shard = self._shards.get(shard_number) or self._make_shard(shard_number, path)
+            offset = place * geometry.slot_bytes if geometry.compression == "none" else shard.end
+            shard.end += padded
+            shard.index[place] = offset, size
+        self._files.put(path, buffer[:padded], offset, direct=self._direct)
+        with self._lock:
+            shard.missing -= 1
+            if is_last := shard.missing == 0:
+                del self._shards[shard_number]
+        if is_last:
+            index = shard.index.astype("<u8").tobytes()
+            self._files.put(path, index + checksum(index), shard.end, direct=False)
+            self._files.sync(path)
+
+    def _make_shard(self, number: int, path: str) -> _Shard:
+        geometry = self._node.geometry
+        count = geometry.blocks_in(number)
+        room = count * geometry.slot_bytes + geometry.index_bytes if geometry.compression == "none" else 0
+        self._files.reserve(path, room)
+        shard = _Shard(np.full((geometry.shard_blocks, 2), _MISSING, np.uint64), count, 0)
+        self._shards[number] = shard
+        return shard

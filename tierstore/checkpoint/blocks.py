@@ -1,0 +1,174 @@
+"""Blocks on their way between memory and files: a few buffers, a few threads, and how a block becomes bytes and back.
+
+What a checkpoint's reading and writing takes of host memory is these buffers. Any number of blocks passes through them;
+who wants one waits. Nothing here knows what a block belongs to.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.checkpoint.documents import ZSTD_LEVEL
+from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES, Geometry
+from tierstore.errors import DamagedCheckpointError
+from tierstore.layout import round_up
+from tierstore.mapping import map_host_memory
+
+Buffer = npt.NDArray[np.uint8]
+
+THREADS = 4
+BUFFERS = 8
+_MOST_BYTES = 16 << 20
+"""Of all buffers together, if two of them are not more."""
+_ZSTD_MAGIC = 0xFD2FB528
+
+
+class Blocks:
+    """Page-aligned buffers for blocks of up to `block_bytes`, and threads that work on them.
+
+    One thread hands out work.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        room = round_up(block_bytes, PAGE_BYTES) + 2 * PAGE_BYTES  # a checksum behind, a page's rest before
+        count = max(2, min(BUFFERS, _MOST_BYTES // room))
+        memory = map_host_memory(count * room).numpy()
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for number in range(count):
+            self._free.put(memory[number * room : (number + 1) * room])
+        self._executor = ThreadPoolExecutor(min(THREADS, count), "tierstore-checkpoint")
+        self._under_way = threading.Condition()
+        self._count = 0
+        self._error: BaseException | None = None
+
+    def wait_for_buffer(self) -> Buffer:
+        """Take a buffer, to be filled and handed to `submit`, or given back."""
+        return self._free.get()
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Let others have a buffer."""
+        self._free.put(buffer)
+
+    def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> None:
+        """Let a thread do `work` with a buffer, which is free afterwards."""
+        with self._under_way:
+            self._count += 1
+        self._executor.submit(self._run, work, buffer)
+
+    def work_here(self, work: Callable[[Buffer], None]) -> None:
+        """Do `work` with a buffer on this thread. Raises what it raises."""
+        buffer = self.wait_for_buffer()
+        try:
+            work(buffer)
+        finally:
+            self.give_back(buffer)
+
+    def wait(self) -> None:
+        """Wait until all work is done."""
+        with self._under_way:
+            self._under_way.wait_for(lambda: self._count == 0)
+
+    def check(self) -> None:
+        """Raise the first error of the work so far, again at every call until `forget_error`."""
+        if self._error is not None:
+            raise self._error
+
+    def forget_error(self) -> None:
+        """Begin anew after an error."""
+        self._error = None
+
+    def close(self) -> None:
+        """Wait for the work and end the threads."""
+        self._executor.shutdown()
+
+    def _run(self, work: Callable[[Buffer], None], buffer: Buffer) -> None:
+        try:
+            work(buffer)
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self._free.put(buffer)
+            with self._under_way:
+                self._count -= 1
+                self._under_way.notify_all()
+
+
+def checksum(content: Any) -> bytes:
+    """The crc32c of bytes, as it is stored behind them. Takes arrays and bytes; no writable memoryview."""
+    return int(google_crc32c.value(content)).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def encode(geometry: Geometry, buffer: Buffer) -> int:
+    """Turn the block at the beginning of a buffer into what is stored, in place; return its length.
+
+    A block that compression makes longer than the buffer is not written: zstd's worst case is below a page more.
+    """
+    nbytes = geometry.block_bytes
+    if geometry.compression == "zstd":
+        from numcodecs import zstd
+
+        compressed = np.frombuffer(zstd.compress(buffer[:nbytes], ZSTD_LEVEL), np.uint8)
+        nbytes = len(compressed)
+        buffer[:nbytes] = compressed
+    if geometry.has_checksum:
+        buffer[nbytes : nbytes + CHECKSUM_BYTES] = np.frombuffer(checksum(buffer[:nbytes]), np.uint8)
+        nbytes += CHECKSUM_BYTES
+    return nbytes
+
+
+def decode(where: str, geometry: Geometry, stored: Buffer) -> Buffer:
+    """Turn what is stored of a block into its values: verified, of exactly the bytes of a whole block.
+
+    Raises DamagedCheckpointError before anything is allocated that a block does not need.
+    """
+    if geometry.has_checksum:
+        if len(stored) < CHECKSUM_BYTES:
+            raise DamagedCheckpointError(f"{where} has {len(stored)} bytes, too few for a checksum")
+        stored, wanted = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:].tobytes()
+        if (found := checksum(stored)) != wanted:
+            raise DamagedCheckpointError(
+                f"{where} is damaged: its checksum is {found.hex()}, stored is {wanted.hex()}; its values are lost"
+            )
+    if geometry.compression == "zstd":
+        return _decompress(where, geometry, stored)
+    if len(stored) != geometry.block_bytes:
+        raise DamagedCheckpointError(f"{where} has {len(stored):,} bytes, not {geometry.block_bytes:,}")
+    return stored
+
+
+def _decompress(where: str, geometry: Geometry, stored: Buffer) -> Buffer:
+    from numcodecs import zstd
+
+    size = _content_size(bytes(stored[:18]))
+    if size != geometry.block_bytes:
+        raise DamagedCheckpointError(
+            f"{where} is a zstd frame of {size or 'unknown'} bytes, not {geometry.block_bytes}"
+        )
+    values = np.empty(geometry.block_bytes, np.uint8)
+    try:
+        zstd.decompress(stored, values)
+    except (RuntimeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{where} cannot be decompressed: {error}") from error
+    return values
+
+
+def _content_size(header: bytes) -> int | None:
+    """The size that a zstd frame announces for its content (RFC 8878, 3.1.1.1); None if it does not, or is none."""
+    if len(header) < 6 or int.from_bytes(header[:4], "little") != _ZSTD_MAGIC:
+        return None
+    descriptor = header[4]
+    is_single_segment = bool(descriptor & 0x20)
+    width = (1 if is_single_segment else 0, 2, 4, 8)[descriptor >> 6]
+    if width == 0:
+        return None
+    begin = 5 + (not is_single_segment) + (0, 1, 2, 4)[descriptor & 3]
+    size = int.from_bytes(header[begin : begin + width], "little")
+    return size + 256 if width == 2 else size

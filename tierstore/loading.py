@@ -1,0 +1,222 @@
+"""Loads a checkpoint into an optimizer and a model: any policy, any tiers, by name or place, whole or in part.
+
+All is checked before anything changes. Values are read chunk by chunk into the records that are on their way through
+the tier that computes, as in a step, and weights part by part into the model's own tensors. What breaks off half-way
+leaves the store refusing steps until a load succeeds.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.ahead import ReadAhead
+from tierstore.binding import Binding
+from tierstore.capture import SECTION
+from tierstore.contents import Groups, Header, form_of, names_of
+from tierstore.cores import leaving_one_free
+from tierstore.errors import FailedStepError, StateDictError
+from tierstore.handed import Handed
+from tierstore.held import Held
+from tierstore.layout import Chunk, Span, as_real
+from tierstore.matching import Match, Select, has_state
+from tierstore.members import WithState, survey
+from tierstore.progress import Bar
+from tierstore.records import MASTER, high_half, is_split, write_field, write_part
+from tierstore.rules import Rule, step_count
+from tierstore.scratch import Scratch
+from tierstore.sources import Source
+from tierstore.state_dicts import check_and_wrap
+from tierstore.weights import Restoration
+
+PART_ELEMENTS = 1 << 20
+"""Read at once where values cannot be read straight into a record."""
+
+
+class Load:
+    """One checkpoint that was found to fit. `match` says which parameters get what."""
+
+    def __init__(
+        self,
+        source: Source,
+        groups: Groups,
+        rule: Rule,
+        model: nn.Module | None,
+        pattern: str | None,
+    ) -> None:
+        """Check all of it, changing nothing. Raises StateDictError for another model's or algorithm's."""
+        reader = source.reader
+        self.source = source
+        self.path = reader.path
+        self.is_whole = pattern is None
+        select: Select | None = None if pattern is None else lambda name: fnmatch.fnmatchcase(name, pattern)
+        header = Header.of(reader.path, reader.header)
+        members, names = survey(groups, rule), names_of(groups, model)
+        ordered = None if names is None else [names[id(member.parameter)] for member in members]
+        self.match = Match(reader.path, header, reader.entries(SECTION), members, ordered, select)
+        self.match.check(rule)
+        self.weights = None if model is None else Restoration(model, header, source, select or (lambda key: True))
+        if select is not None and not self.match.numbers and not (self.weights and self.weights.nbytes):
+            raise StateDictError(f"params: {pattern!r} selects none of the parameters in {reader.path}")
+
+    @property
+    def with_state(self) -> dict[Tensor, tuple[str, ...]]:
+        """The parameters that get state, and its fields."""
+        members = self.match.members
+        return {
+            members[position].parameter: tuple(entry.fields)
+            for position, entry in self.match.entries.items()
+            if has_state(entry)
+        }
+
+    def packed_groups(self, groups: Groups) -> list[dict[str, Any]]:
+        """The groups as a state dict has them, with the options that were saved."""
+        position = {id(member.parameter): place for place, member in enumerate(self.match.members)}
+        options, packed, first = self.match.options(groups, position), [], 0
+        for group, its_options in zip(groups, options, strict=True):
+            packed.append({**its_options, "params": list(range(first, first + len(group["params"])))})
+            first += len(group["params"])
+        return packed
+
+    def into(self, optimizer: Any, held: Held) -> None:
+        """Load all of it, for who is alone. Raises StateDictError or CapacityError before anything has changed."""
+        with_state = self.with_state
+        if self.is_whole:
+            packed = {"state": {}, "param_groups": self.packed_groups(optimizer.param_groups)}
+            checked = check_and_wrap(optimizer, packed)["param_groups"]
+            pairs = zip(checked, optimizer.param_groups, strict=True)
+            optimizer.check_fits([{**new, "params": group["params"]} for new, group in pairs], with_state)
+            optimizer.load_without_binding(packed)
+        else:
+            optimizer.check_fits(optimizer.param_groups, {**_held_by(held), **with_state})
+        bound: tuple[Binding, Handed] | tuple[None, None] = None, None
+        if with_state or held.has_state() or held.binding is not None:
+            bound = held.bound_inside(optimizer.param_groups, with_state)
+        self._run(*bound)
+
+    def _run(self, binding: Binding | None, handed: Handed | None) -> None:
+        """Write weights and state. What breaks off half-way leaves the store refusing steps until a load succeeds."""
+        self._refuse_after_failure(binding)
+        try:
+            self._write(binding, handed)
+        except BaseException as error:
+            if binding is not None:
+                binding.half_loaded |= frozenset(self.match.numbers)
+                binding.store.fail(
+                    f"loading {self.path} broke off ({error}), so parameters and state no longer belong to one step: "
+                    f"load a checkpoint; that allows steps again"
+                )
+            raise
+
+    def _refuse_after_failure(self, binding: Binding | None) -> None:
+        """Raise FailedStepError if more is wrong than what this load puts right."""
+        if binding is None or binding.store.broken_off is None:
+            return
+        if not binding.half_loaded or not binding.half_loaded <= self.match.numbers.keys():
+            raise FailedStepError(
+                "a step or a load broke off half-way: load all of a checkpoint, or at least all that load was to load"
+            )
+        binding.half_loaded = frozenset()
+        binding.store.forgive()
+
+    def _write(self, binding: Binding | None, handed: Handed | None) -> None:
+        entries = self.match.entries
+        nbytes = sum(entry.nbytes for entry in entries.values()) + (self.weights.nbytes if self.weights else 0)
+        with Bar(f"loading {Path(self.path).name}", nbytes) as bar, leaving_one_free():
+            if self.weights is not None:
+                self.weights.load(bar.add)
+            if binding is not None and handed is not None:
+                for position in entries:
+                    handed.forget_fields(position, (*binding.rule.moments, MASTER))
+                Filling(binding, self, bar.add).run()
+
+
+def _held_by(held: Held) -> WithState:
+    return {} if held.binding is None else held.binding.with_state()
+
+
+class Filling:
+    """State on its way from a checkpoint into the records of one binding."""
+
+    def __init__(self, binding: Binding, load: Load, tell: Callable[[int], None]) -> None:
+        self._binding = binding
+        self._source = load.source
+        self._numbers = load.match.numbers
+        self._entries = {
+            position: entry
+            for position, entry in load.match.entries.items()
+            if has_state(entry) and binding.keeps_state(position)
+        }
+        self._strides = {position: form_of(binding.members[position])[1] for position in self._entries}
+        self._scratch = Scratch()
+        self._tell = tell
+        self._bytes = {
+            position: sum(d.itemsize for d in entry.fields.values()) for position, entry in self._entries.items()
+        }
+
+    def run(self) -> None:
+        """Write all of it, then the step counts; parameters of which no state is stored have none then."""
+        binding = self._binding
+        chunks = binding.chunks_of(self._entries)
+        fills = (partial(self._fill, chunk) for chunk in chunks)
+        with ReadAhead(fills, max((chunk.record_bytes for chunk in chunks), default=0)) as ahead:
+            binding.rewrite(self._entries, partial(self._put, ahead))
+        for position in self._numbers:
+            binding.unbegun.discard(position)
+            binding.steps.pop(position, None)
+        for position, entry in self._entries.items():
+            binding.steps[position] = step_count(entry.step or 0.0)
+            if not binding.rule.needed and not any(name in entry.fields for name in binding.rule.moments):
+                binding.unbegun.add(position)
+
+    def _put(self, ahead: ReadAhead, chunk: Chunk, record: Tensor) -> None:
+        """Copy what was read for a chunk into its record; leave what is not loaded as it is."""
+        read = ahead.wait_for_next()
+        if all(span.parameter in self._entries for span in chunk.spans):
+            record[: chunk.record_bytes].copy_(read[: chunk.record_bytes])
+        else:
+            for span in chunk.spans:
+                if span.parameter in self._entries:
+                    for field in chunk.cls.fields:
+                        chunk.part(record, field.name, span).copy_(chunk.part(read, field.name, span))
+        self._tell(
+            sum(span.length * self._bytes[span.parameter] for span in chunk.spans if span.parameter in self._bytes)
+        )
+
+    def _fill(self, chunk: Chunk, record: Tensor) -> None:
+        """Fill a buffer as a record; on the thread that reads ahead."""
+        for span in chunk.spans:
+            if span.parameter in self._entries:
+                for field in self._binding.fields_of(span.parameter):
+                    self._fill_field(chunk, span, field.name, record)
+
+    def _fill_field(self, chunk: Chunk, span: Span, name: str, record: Tensor) -> None:
+        """As for a new state: what is not stored is zero, but the master, which is the parameter itself."""
+        if name in self._entries[span.parameter].fields:
+            self._read(chunk, span, name, record)
+        elif name == MASTER:
+            values = high_half(self._binding.members[span.parameter]).narrow(0, span.start, span.length)
+            write_field(chunk, span, name, record, values, self._scratch)
+        else:
+            write_field(chunk, span, name, record, torch.zeros((), device="cpu"), self._scratch)
+
+    def _read(self, chunk: Chunk, span: Span, name: str, record: Tensor) -> None:
+        entry = self._entries[span.parameter]
+        dtype = entry.fields[name]
+        width = 2 if dtype.is_complex else 1
+        where = SECTION, self._numbers[span.parameter], name, self._strides[span.parameter]
+        place = None if name == MASTER and is_split(chunk.cls) else chunk.part(record, name, span)
+        if place is not None and place.dtype == dtype:
+            self._source.read(*where, span.start, place)
+            return
+        for start in range(0, span.length, PART_ELEMENTS):
+            count = min(PART_ELEMENTS, span.length - start)
+            values = self._scratch.get("stored", dtype, torch.device("cpu"), count // width)
+            self._source.read(*where, (span.start + start) // width, values)
+            write_part(chunk, span, name, record, start, as_real(values).view(-1), self._scratch)

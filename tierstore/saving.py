@@ -1,0 +1,202 @@
+"""Saves an optimizer's state, and a model's weights, as one checkpoint: at once, or while training goes on.
+
+What is to be written is copied as it is at the call: step counts and options with the header, weights into buffers,
+state chunk by chunk before it is changed (see `capture`). A save that training goes on beside is one `Save`; its errors
+are raised by the next call and by `wait`, and never touch the training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from tierstore.behind import WriteBehind
+from tierstore.binding import Binding
+from tierstore.capture import SECTION, Capture, Wanted
+from tierstore.checkpoint.entries import Entry
+from tierstore.checkpoint.writer import Writer
+from tierstore.contents import Groups, encode_others, entry_of, names_of, write_header
+from tierstore.cores import leaving_one_free
+from tierstore.errors import CheckpointValueError, ForkedStoreError
+from tierstore.members import Member, survey
+from tierstore.progress import Bar
+from tierstore.rules import Rule
+from tierstore.states import field_order
+from tierstore.weights import SECTION as WEIGHTS
+from tierstore.weights import Weights
+
+PART_BYTES = 8 << 20
+"""Of a model's tensors, copied at once."""
+LEAST_BYTES = 4096
+"""Of a buffer."""
+
+Compression = Literal["none", "zstd"]
+IfBusy = Literal["wait", "error"]
+OpenWriter = Callable[..., Writer]
+Path_ = str | os.PathLike[str]
+
+_log = logging.getLogger("tierstore.saving")
+_unfinished: set[Any] = set()
+"""Those that training goes on beside: kept until they are over, and finished when the interpreter ends."""
+
+
+class Save:
+    """One checkpoint on its way to disk. For the thread that trains."""
+
+    def __init__(
+        self,
+        path: Path_,
+        behind: WriteBehind,
+        capture: Capture | None,
+        total_bytes: int,
+        alone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.path = Path(path)
+        self._behind = behind
+        self._capture = capture
+        self._total_bytes = total_bytes
+        self._alone = alone
+        self._is_told = False
+        self._pid = os.getpid()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the checkpoint is there, or has failed; what is not yet copied is so by the next step or `wait`."""
+        return self._behind.is_over
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is there, complete and on the disk; what training has not come to is copied now.
+
+        Raises what went wrong; what stood at the path before is there then.
+        """
+        if self._pid != os.getpid():
+            raise ForkedStoreError(f"process {self._pid} writes {self.path}, and this is a fork of it: it waits for it")
+        with self._alone():
+            self.finish()
+        self._is_told = True
+        if self._behind.error is not None:
+            raise self._behind.error
+
+    def finish(self) -> None:
+        """As `wait`, for who is alone already; raises nothing. In a fork, where nothing is written, it does nothing."""
+        if self._pid != os.getpid():
+            return
+        with Bar(f"saving {self.path.name}", self._total_bytes) as bar, leaving_one_free():
+            self._behind.tell = bar.tell
+            self.finish_capture()
+            self._behind.wait_until_over()
+        _unfinished.discard(self)
+
+    def finish_capture(self) -> None:
+        """Copy all that is not copied yet; raises nothing."""
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.rest()
+
+    def take_error(self) -> BaseException | None:
+        """What went wrong, if that was not told yet."""
+        if not self.is_over or self._is_told:
+            return None
+        self._is_told = True
+        _unfinished.discard(self)
+        return self._behind.error
+
+
+def begin(
+    path: Path_,
+    groups: Groups,
+    rule: Rule,
+    binding: Binding | None,
+    alone: Callable[[], AbstractContextManager[None]],
+    *,
+    model: nn.Module | None,
+    extra: object,
+    compression: Compression,
+    keep_last: int | None,
+    open_writer: OpenWriter = Writer,
+) -> Save:
+    """Begin a checkpoint of state as it is now; `binding` holds it, None: there is none.
+
+    When this returns, the model is copied, and each chunk will be before it changes. Raises CheckpointError for what
+    cannot be stored, or a path that cannot be written.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise CheckpointValueError(f"keep_last is {keep_last}: give 1 or more, or None to keep all")
+    members = survey(groups, rule) if binding is None else binding.members
+    names = names_of(groups, model)
+    weights = Weights.of(model) if model is not None else None
+    wanted = {} if binding is None else {position: field_order(binding, position) for position in sorted(binding.steps)}
+    header = write_header(
+        rule.name,
+        groups,
+        {id(member.parameter): position for position, member in enumerate(members)},
+        is_named=names is not None,
+        model=None if weights is None else {"keys": weights.keys, "others": encode_others(weights.others)},
+    )
+    entries = _entries(members, names, binding, wanted)
+    with ExitStack() as undoing:
+        writer = undoing.enter_context(open_writer(path, header=header, compression=compression))
+        writer.keep(extra)
+        for number, entry in enumerate(entries):
+            writer.add(SECTION, number, entry)
+        for number, entry in enumerate(weights.entries if weights is not None else ()):
+            writer.add(WEIGHTS, number, entry)
+        capture = None if binding is None else binding.capture_of(wanted)
+        nbytes = sum(entry.nbytes for entry in (*entries, *(weights.entries if weights is not None else ())))
+        buffer_bytes = max(
+            capture.buffer_bytes if capture is not None else 0, min(PART_BYTES, max(nbytes, LEAST_BYTES))
+        )
+        behind = WriteBehind(writer, buffer_bytes=buffer_bytes, keep_last=keep_last)
+        undoing.pop_all()  # the writer is the thread's now
+    save = Save(path, behind, capture, nbytes, alone)
+    try:
+        if weights is not None:
+            with leaving_one_free():
+                weights.put(behind, buffer_bytes)
+    except BaseException as error:
+        behind.fail(error)
+        behind.wait_until_over()
+        raise
+    if binding is None or capture is None:
+        behind.complete()
+    else:
+        binding.begin_capture(capture, behind)
+    _unfinished.add(save)
+    return save
+
+
+def _entries(
+    members: Sequence[Member], names: Mapping[int, str] | None, binding: Binding | None, wanted: Wanted
+) -> list[Entry]:
+    """The entries of all parameters, in order."""
+    counts = binding.steps.numbers() if binding is not None and binding.rule.counts_steps else {}
+    found = []
+    for position, member in enumerate(members):
+        there = {} if binding is None else {field.name: field for field in binding.fields_of(position)}
+        fields = [there[name] for name in wanted.get(position, ())]
+        name = member.name if names is None else names[id(member.parameter)]
+        found.append(entry_of(member, name, fields, counts.get(position)))
+    return found
+
+
+def _finish_all() -> None:
+    """Finish what is under way when the interpreter ends, while threads can still be had."""
+    for save in list(_unfinished):
+        try:
+            save.wait()
+        except Exception as error:
+            _log.error("the checkpoint %s is lost: %r", save.path, error)
+
+
+# threading's own hook runs before executors are shut down, atexit's after that
+getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unfinished.clear)

@@ -1,0 +1,181 @@
+"""The tensors of a model in a checkpoint: what there is, each once however often the model names it, and back in place.
+
+Streams tensor by tensor, part by part, so that no copy of a model is made. What a model's `state_dict` has besides
+tensors must be plain JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.behind import Sink, WriteBehind
+from tierstore.checkpoint.entries import VALUES, Entry
+from tierstore.contents import Header, decode_others
+from tierstore.errors import CheckpointValueError, StateDictError
+from tierstore.layout import in_storage_order_of, storage_order, stored_strides
+from tierstore.matching import listed
+from tierstore.sources import Source
+
+SECTION = "model"
+
+PART_ELEMENTS = 4 << 20
+"""Read at once."""
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What of a model is saved: tensors and their entries, which of them each key means, and what is no tensor."""
+
+    tensors: list[Tensor]
+    entries: list[Entry]
+    keys: dict[str, int]
+    others: dict[str, Json]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Weights:
+        """Look at a model; copies nothing. Raises CheckpointValueError for what cannot be stored."""
+        found = cls([], [], {}, {})
+        numbers: dict[tuple[Any, ...], int] = {}
+        for key, value in model.state_dict().items():
+            if not isinstance(value, Tensor):
+                found.others[key] = value
+                continue
+            _refuse_what_has_no_values(key, value, CheckpointValueError)
+            tensor = value.detach().resolve_conj().resolve_neg()
+            alike = _identity(tensor)
+            if alike not in numbers:
+                numbers[alike] = len(found.tensors)
+                found.tensors.append(tensor)
+                found.entries.append(entry_of(key, tensor))
+            found.keys[key] = numbers[alike]
+        return found
+
+    def put(self, behind: WriteBehind, buffer_bytes: int) -> None:
+        """Copy all of it into buffers of `buffer_bytes`, to be written."""
+        for number, tensor in enumerate(self.tensors):
+            flat, size = in_storage_order_of(tensor, tensor), tensor.dtype.itemsize
+            for start in range(0, len(flat), buffer_bytes // size):
+                part = flat[start : start + buffer_bytes // size]
+                nbytes = len(part) * size
+                buffer, _ = behind.wait_for_buffer()
+                values = buffer[:nbytes].view(tensor.dtype).copy_(part)
+                behind.put(buffer, partial(_write, number, start, values), nbytes)
+
+
+def entry_of(name: str, tensor: Tensor) -> Entry:
+    """The entry of a tensor that is stored as it is."""
+    return Entry(name, tuple(tensor.shape), stored_strides(tensor), tensor.dtype, {VALUES: tensor.dtype})
+
+
+class Restoration:
+    """The tensors of a checkpoint on their way into a model that has them all, of the same shapes."""
+
+    def __init__(self, model: nn.Module, header: Header, source: Source, select: Callable[[str], bool]) -> None:
+        """Find what is stored for each key that `select` takes.
+
+        Raises StateDictError, with nothing changed, for the weights of another model, as a strict `load_state_dict`.
+        """
+        self._model = model
+        self._source = source
+        self._state = {key: value for key, value in model.state_dict().items() if select(key)}
+        path, stored = source.reader.path, header.model
+        if stored is None:
+            raise StateDictError(f"{path} has no model: it was saved without one")
+        self._keys = {key: number for key, number in stored["keys"].items() if select(key)}
+        self._others = {key: v for key, v in decode_others(path, stored["others"]).items() if select(key)}
+        self._entries = source.reader.entries(SECTION)
+        self._refuse_another()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be read."""
+        return sum(self._entries[number].nbytes for number in self._keys.values())
+
+    @torch.no_grad()
+    def load(self, tell: Callable[[int], None]) -> None:
+        """Write the values into the model's own tensors; `tell` hears how many bytes more are read."""
+        loaded: set[tuple[Any, ...]] = set()
+        rest: dict[str, Any] = dict(self._others)
+        own = {_memory(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        for key, number in self._keys.items():
+            target = self._state[key]
+            if _memory(target) not in own:  # made by a hook: only its module knows where the values belong
+                target = rest[key] = torch.empty_like(target, device="cpu")
+            if (alike := (number, *_identity(target))) not in loaded:
+                loaded.add(alike)
+                self._load(number, target, tell)
+        if rest:
+            self._model.load_state_dict(rest, strict=False)
+
+    def _load(self, number: int, target: Tensor, tell: Callable[[int], None]) -> None:
+        entry = self._entries[number]
+        dtype, strides = entry.fields[VALUES], stored_strides(target)
+        flat = storage_order(target)
+        whole = torch.empty_strided(target.shape, strides, dtype=target.dtype) if flat is None else target
+        flat = storage_order(whole)
+        assert flat is not None
+        for start in range(0, len(flat), PART_ELEMENTS):
+            part = flat[start : start + PART_ELEMENTS]
+            is_direct = part.dtype == dtype and part.device.type == "cpu"
+            into = part if is_direct else torch.empty(len(part), dtype=dtype, device="cpu")
+            self._source.read(SECTION, number, VALUES, strides, start, into)
+            if not is_direct:
+                part.copy_(into)
+            tell(len(part) * dtype.itemsize)
+        if whole is not target:
+            target.copy_(whole)
+
+    def _refuse_another(self) -> None:
+        stored = {**self._keys, **self._others}
+        missing = [key for key in self._state if key not in stored]
+        unexpected = [key for key in stored if key not in self._state]
+        if missing or unexpected:
+            raise StateDictError(
+                f"{self._source.reader.path} is of another model: missing there: {listed(missing)}; unexpected: "
+                f"{listed(unexpected)}"
+            )
+        for key, value in self._state.items():
+            if isinstance(value, Tensor) != (key in self._keys):
+                raise StateDictError(f"model.{key} is a tensor here or in {self._source.reader.path}, not in both")
+            if not isinstance(value, Tensor):
+                continue
+            entry = self._entries.get(self._keys[key])
+            if entry is None or VALUES not in entry.fields:
+                raise StateDictError(f"{self._source.reader.path} names no values for model.{key}")
+            if tuple(value.shape) != entry.shape:
+                raise StateDictError(
+                    f"model.{key} has shape {tuple(value.shape)}, and {entry.shape} in {self._source.reader.path}"
+                )
+            _refuse_what_has_no_values(key, value, StateDictError)
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _write(number: int, start: int, values: Tensor, sink: Sink) -> None:
+    sink.write(SECTION, number, VALUES, start, values)
+
+
+def _refuse_what_has_no_values(key: str, value: Tensor, error: type[Exception]) -> None:
+    """Raise an error for a tensor without plain values of its own in this process."""
+    if hasattr(value, "_local_tensor"):
+        raise error(f"model.{key} is sharded over ranks: save and load it with torch.distributed.checkpoint, as before")
+    if value.is_meta or value.layout is not torch.strided or value.is_quantized:
+        what = "on the meta device and has no values" if value.is_meta else "sparse or quantized"
+        raise error(f"model.{key} is {what}: it can be neither saved nor loaded")
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for views of the same elements of the same memory."""
+    if not tensor.numel():
+        return (object(),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
