@@ -102,7 +102,9 @@ def _cut(plant: Plant, specs: Sequence[ParameterSpec]) -> Blueprint:
     """Cut parameters into chunks of the size that suits the plant."""
     state_bytes = sum(spec.cls.bytes_of(spec.elements) for spec in specs)
     largest_element = max((spec.cls.bytes_of(1) for spec in specs), default=0)
-    chunk_bytes = plant.chunk_bytes(state_bytes, largest_element, classes=len({spec.cls for spec in specs}))
+    classes = {spec.cls for spec in specs}
+    may_stay = all(cls.named in (None, cls.compute) for cls in classes)
+    chunk_bytes = plant.chunk_bytes(state_bytes, largest_element, classes=len(classes) if may_stay else None)
     try:
         layout = make_layout(specs, chunk_bytes)
     except ValueError as error:

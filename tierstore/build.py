@@ -29,6 +29,7 @@ from tierstore.placement import (
     Need,
     Room,
     auto_chunk_bytes,
+    even_chunk_bytes,
     place_homes,
     size_tiers,
     whole_pages,
@@ -114,11 +115,6 @@ class Plant:
         else:
             work()
 
-    def wait_for_launched(self, tier: str) -> None:
-        """Wait until the device of the tier that computes has done what was launched."""
-        if tier == "gpu" and self.gpu is not None:
-            self.gpu.record().wait()
-
     def finish(self) -> None:
         """Make the results of launched work visible to whoever uses the tensors next."""
         if self.gpu is not None:
@@ -134,13 +130,18 @@ class Plant:
     def chunk_bytes(self, state_bytes: int, largest_element: int, *, classes: int | None) -> int:
         """Bytes of one extent: what the policy says, in whole pages, or what suits state and the tier that computes.
 
-        `classes`: of so many classes is all state there will be; None: more of it may come.
+        `classes`: of so many classes is all state there will be; None: more of it may come, or some has its home
+        elsewhere.
         """
         if self.policy.chunk_size != "auto":
             return whole_pages(self.policy.chunk_size)
         asked = self.given_bytes("gpu" if self.gpu is not None else "cpu")
         smallest = max(1 << 14, whole_pages(1024 * largest_element + 4095))
         largest = LARGEST_CHUNK if self.tuning is None else self.tuning.chunk_size.value
+        if classes == 1 and state_bytes > UNHURRIED_CHUNK and self.policy.update == "step":
+            even = even_chunk_bytes(state_bytes)  # beside backward smaller ones can begin earlier
+            if self._keeps(state_bytes + even, asked):
+                return even
         stays = classes is not None and self._keeps(state_bytes + classes * UNHURRIED_CHUNK, asked)
         return auto_chunk_bytes(state_bytes, asked, largest=largest, smallest=smallest, stays=stays)
 
@@ -236,7 +237,20 @@ class Plant:
             transfer=transfer,
             io=_io_stats(engine, tiers.get("nvme")),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
+            decided=self._decided(rooms, extent_bytes),
         )
+
+    def _decided(self, rooms: Mapping[str, Room], extent_bytes: int) -> tuple[tuple[str, str, str], ...]:
+        """What was decided on the way to a store, and why."""
+        asked = f"order: {self.policy.order}, update: {self.policy.update}"
+        sizes = ", ".join(f"{name} {room.extents:,}" for name, room in rooms.items())
+        found = [("order", f"updates are in {self.order} order", asked)]
+        found.append(
+            ("size", f"extents of {extent_bytes:,} bytes: {sizes}", "what the policy asks for and chunks need")
+        )
+        if self.tuning is not None:
+            found += [("tuning", f"{choice.key}: {choice.shown}", choice.why) for choice in self.tuning]
+        return tuple(found)
 
     def _make_tier(self, name: str, extent_bytes: int, engine: Engine | None) -> Tier:
         if name == "gpu":

@@ -118,7 +118,8 @@ class Capture:
             self._copy_high_halves(chunk, buffer)
 
         self._plant.launch(chunk.cls.compute, copy)
-        self._plant.wait_for_launched(chunk.cls.compute)
+        if chunk.cls.compute == "gpu" and self._plant.gpu is not None:
+            self._plant.gpu.record().wait()
 
     def _read(self, chunk: Chunk, buffer: Tensor) -> None:
         if not self._store.read_record(chunk.number, buffer[: chunk.record_bytes]):

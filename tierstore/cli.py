@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -160,18 +160,66 @@ def doctor(
     raise typer.Exit(_run_doctor(policy, tuple(path or ()), calibrate, json))
 
 
-def _run_doctor(policy: Path | None, paths: tuple[Path, ...], calibrate: bool, json: str | None) -> int:
-    """Run it; tell an error of tierstore's in one message."""
-    try:
-        from tierstore.doctor.examination import Options, run
+@app.command()
+def top(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `monitor: FILE` in the job's policy names.")],
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="How often to look.")] = 1.0,
+) -> None:
+    """Watch a running job: its tiers, routes, waits and decisions.
 
-        return run(Options(policy, paths, calibrate, json))
+    Ends with the job, or at Ctrl-C. Exit status: 0; 1 when the job is gone, with --once also when it is silent; 2 when
+    the file cannot be read.
+    """
+
+    def work() -> int:
+        from tierstore.top.job import run
+
+        return run(file, once=once, every=every)
+
+    raise typer.Exit(_told(work))
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(metavar="RUN.json", help="What `record: FILE` in the job's policy names.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page; else RUN.html beside RUN.json.")
+    ] = None,
+) -> None:
+    """Make one page of how a run went: where chunks were, what steps took, bandwidth, decisions.
+
+    Exit status: 0; 2 when it cannot be read or written.
+    """
+
+    def work() -> int:
+        from tierstore.report.job import run
+
+        typer.echo(run(file, output))
+        return 0
+
+    raise typer.Exit(_told(work))
+
+
+def _told(work: Callable[[], int]) -> int:
+    """Do it; tell an error of tierstore's in one message."""
+    try:
+        return work()
     except TierstoreError as error:
         typer.echo(f"error: {error_text(error)}", err=True)
         return FAILED
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         return INTERRUPTED
+
+
+def _run_doctor(policy: Path | None, paths: tuple[Path, ...], calibrate: bool, json: str | None) -> int:
+    def work() -> int:
+        from tierstore.doctor.examination import Options, run
+
+        return run(Options(policy, paths, calibrate, json))
+
+    return _told(work)
 
 
 def _run_demo(options: Options) -> int:

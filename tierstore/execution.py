@@ -65,7 +65,7 @@ class Execution:
                 return self.run(plan, use, finish, ready)
         with leaving_one_free() if self._sparing.is_on and self._uses_files(plan) else nullcontext():
             stats = self.run(plan, use, finish)
-        self._sparing.hear(stats)
+        self._hear(stats)
         if stats.bytes_read and stats.bound != "arithmetic":
             return replace(stats, on_small_pages=self._lies_on_small_pages())
         return stats
@@ -108,6 +108,18 @@ class Execution:
         reads, writes = traffic.read_wait_seconds, traffic.write_wait_seconds
         update_seconds = ended - began - not_ready_seconds - reads - writes
         return StepStats(1, update_seconds, reads, writes, bytes_read, bytes_written)
+
+    def _hear(self, stats: StepStats) -> None:
+        """Let it be decided whether the next step leaves a core free."""
+        was_on = self._sparing.is_on
+        self._sparing.hear(stats)
+        if self._sparing.is_on != was_on:
+            total = stats.update_seconds + stats.wait_seconds
+            self._traffic.recorder.decide(
+                "core",
+                "a core is left free for reading and writing" if not was_on else "all cores compute",
+                f"the last step took {total:.3f} s, {stats.wait_seconds:.3f} s of them waiting for files",
+            )
 
     def issue_all(self, plan: Plan) -> None:
         """Issue the moves of a plan; use nothing and wait for nothing."""

@@ -25,6 +25,7 @@ from tierstore.errors import BusyStoreError, FailedStepError, LeaseError, StoreC
 from tierstore.guard import alone
 from tierstore.handed import Handed
 from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
+from tierstore.monitor import monitor_of
 from tierstore.policy import TierPolicy
 from tierstore.rules import Rule
 from tierstore.saving import IfBusy, Save
@@ -59,6 +60,7 @@ class Held:
         """The checkpoint that was begun last."""
         self._handed: Handed | None = None
         self._lock = threading.RLock()
+        self._monitor = monitor_of(policy)
         self._has_told = False  # what of the policy does not come to bear: once is enough
         self._is_closed = False
 
@@ -183,6 +185,12 @@ class Held:
         if self.save is not None:
             self.save.finish_capture()
 
+    def end_step(self) -> None:
+        """Let the files of the policy's `monitor` and `record` be written, now that a step is over."""
+        if self._monitor is not None and self.binding is not None:
+            with self.alone():
+                self._monitor.step_ended(self.binding.store)
+
     def close(self) -> None:
         """Give back memory, files and threads; the state is gone. Idempotent.
 
@@ -190,11 +198,16 @@ class Held:
         """
         with self.alone(), ExitStack() as closing:
             self._is_closed = True
-            self._handed = self.pending = None
-            self.aside = {}
-            if self.binding is not None:
-                closing.callback(self.binding.close)
+            closing.callback(self._let_go)
+            if self._monitor is not None and self.binding is not None and not self.binding.store.is_closed:
+                closing.callback(self._monitor.end, self.binding.store)
             self.end_save("wait")
+
+    def _let_go(self) -> None:
+        self._handed = self.pending = None
+        self.aside = {}
+        if self.binding is not None:
+            self.binding.close()
 
     def _tell_once(self, binding: Binding) -> None:
         if not self._has_told:

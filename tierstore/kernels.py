@@ -7,9 +7,10 @@ the master updated, and cast down into the parameter.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,15 +19,19 @@ from torch import Tensor
 from tierstore.compiled import SinglePass
 from tierstore.cores import shared_by, side_by_side
 from tierstore.errors import InvariantError
-from tierstore.layout import CUT_ELEMENTS
+from tierstore.layout import CUT_ELEMENTS, round_up
 from tierstore.masters import combine, keep
 from tierstore.rules import Pieces, Rule, step_count
 from tierstore.scratch import GRAIN_ELEMENTS, Scratch
 
 TILE_ELEMENTS = GRAIN_ELEMENTS
 """Elements cast and updated at once on the CPU; a float32 tile with its state fits the last-level cache."""
-SHARED_ELEMENTS = TILE_ELEMENTS // 2
-"""Elements of a tile where each core has its own: what is done to it one after another then fits that core's cache."""
+SHARED_ELEMENTS = 2 * TILE_ELEMENTS
+"""Elements of a tile where each core has its own: in smaller ones threads wait longer for Python's lock than they gain
+by what is still in a core's own cache.
+"""
+LEAST_SHARED_ELEMENTS = TILE_ELEMENTS // 2
+"""Elements for each core below which the others are not woken up."""
 PASS_ELEMENTS = 8 * 1024 * 1024
 """Elements updated at once on an accelerator: most chunks in one pass, with what is cast no larger than they are."""
 MIRROR_ELEMENTS = 1024 * 1024
@@ -77,13 +82,15 @@ def _update_tiles(pieces: Pieces, dtype: torch.dtype, device: torch.device, form
     """Update pieces on the CPU; tiles on one core each where it may be, as a tile has many short operations, and all
     cores would have to wait for each other in every one of them.
     """
-    tiles = list(pieces.tiles(SHARED_ELEMENTS)) if manner.in_any_order else []
-    threads = shared_by(len(tiles))
+    elements = sum(pieces.lengths())
+    threads = shared_by(elements // LEAST_SHARED_ELEMENTS) if manner.in_any_order else 1
     if threads == 1:
         for tile in pieces.tiles(TILE_ELEMENTS):
             _update_tile(tile, dtype, device, formula, manner)
         return
-    left = iter(tiles)  # whoever is done with one takes the next; `next` of a list is one operation
+    tiles = threads * -(-elements // (threads * SHARED_ELEMENTS))  # as many for each
+    most = round_up(-(-elements // tiles), CUT_ELEMENTS)
+    left = iter(list(pieces.tiles(most)))  # whoever is done with one takes the next; `next` of a list is one operation
 
     def take_turns(scratch: Scratch) -> None:
         own = replace(manner, scratch=scratch)
@@ -154,24 +161,29 @@ def _adopt_changes(parameters: list[Tensor], of_record: list[Tensor], scratch: S
     now = scratch.joined("now", parameters)
     master = scratch.joined("master", of_record)
     cast = scratch.get("cast", now.dtype, now.device, now.numel()).copy_(master)
-    if now.device.type == "cpu" and not _is_other_than_cast(now, scratch):
+    if now.device.type == "cpu" and _are_same_bytes(now, cast):
         return
-    cast.copy_(master)
     adopted = torch.where(cast.view(torch.int16) != now.view(torch.int16), now.to(master.dtype), master)
     torch._foreach_copy_(of_record, adopted.split_with_sizes([tensor.numel() for tensor in of_record]))
 
 
-def _is_other_than_cast(now: Tensor, scratch: Scratch) -> bool:
-    """Compare 16-bit elements with the buffer `cast`, which is used up; four at once if they lie so that one can.
+def _are_same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Compare the bytes of two dense tensors on the CPU, in a fifth of the time of `torch.equal`."""
+    compare = _memory_compare()
+    if compare is None:
+        return torch.equal(one.view(torch.int16), other.view(torch.int16))
+    return compare(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
 
-    The bits that differ, and the largest byte of them: half the time of `torch.equal`.
-    """
-    length = now.numel()
-    four_at_once = length % 4 == now.storage_offset() % 4 == 0
-    dtype, items = (torch.int64, length // 4) if four_at_once else (torch.int16, length)
-    cast = scratch.get("cast", dtype, now.device, items)
-    torch.bitwise_xor(now.view(dtype), cast, out=cast)
-    return bool(scratch.get("cast", torch.uint8, now.device, 2 * length).max())
+
+@cache
+def _memory_compare() -> Callable[[int, int, int], int] | None:
+    """C's `memcmp`, for addresses and a number of bytes; None where a process cannot look it up in itself."""
+    try:
+        compare = ctypes.CDLL(None).memcmp
+    except (TypeError, OSError, AttributeError):
+        return None
+    compare.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    return compare
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ leaves it a stale remainder, half a unit of bfloat16 at most, which is dropped w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,17 +31,19 @@ def combine(parameters: list[Tensor], remainders: list[Tensor], ties: list[Tenso
     """
     device = remainders[0].device
     master, masters = scratch.padded("master", torch.float32, device, parameters)
-    bits, wide = (scratch.get(purpose, torch.int32, device, len(master)) for purpose in ("master", "wide"))
+    bits = scratch.get("master", torch.int32, device, len(master))
     torch._foreach_copy_(masters, parameters)
     remainder = _joined(remainders, scratch)
-    wide.copy_(remainder)
-    add_ties = _add_ties_where_they_are if device.type == "cpu" else _add_ties_everywhere
-    add_ties(wide, remainder, ties, scratch)
-    bits.add_(wide)
-    if device.type != "cpu" or bool(master.sum().isnan()):
-        before = bits - wide
-        is_false = master.isnan() & ~before.view(torch.float32).isnan()  # the parameter was overwritten
-        torch.where(is_false, before, bits, out=bits)
+    if device.type == "cpu":
+        np.add(bits.numpy(), remainder.numpy(), out=bits.numpy())  # without a wide copy of the remainder
+        _add_ties_where_they_are(bits, remainder, ties, scratch)
+    else:
+        bits.add_(remainder)
+        _add_ties_everywhere(bits, remainder, ties, scratch)
+    if device.type != "cpu" or math.isnan(master.sum().item()):
+        high, parts = scratch.padded("high", torch.float32, device, parameters)
+        torch._foreach_copy_(parts, parameters)
+        torch.where(master.isnan() & ~high.isnan(), high, master, out=master)  # the parameter was overwritten
     return masters
 
 
@@ -91,28 +94,24 @@ def _joined(tensors: list[Tensor], scratch: Scratch, purpose: str = "remainder")
 # wait for what is found, by working on all.
 
 
-def _half_way(remainder: Tensor) -> _Places:
-    """Where remainders are half way, ascending: looks at eight at once, a third of the time of one by one."""
-    is_half_way = remainder.numpy() == HALF_WAY
-    if len(is_half_way) % 8:
-        return np.flatnonzero(is_half_way)
-    eights = np.flatnonzero(is_half_way.view(np.uint64))
-    places = (eights[:, None] * 8 + np.arange(8)).reshape(-1)
-    found: _Places = places[is_half_way[places]]
-    return found
+def _half_way(remainder: Tensor, scratch: Scratch) -> _Places:
+    """Where remainders are half way, ascending."""
+    is_half_way = scratch.get("half way", torch.bool, remainder.device, len(remainder)).numpy()
+    places: _Places = np.flatnonzero(np.equal(remainder.numpy(), HALF_WAY, out=is_half_way))
+    return places
 
 
-def _add_ties_where_they_are(wide: Tensor, remainder: Tensor, ties: list[Tensor], scratch: Scratch) -> None:
-    places = _half_way(remainder)
+def _add_ties_where_they_are(bits: Tensor, remainder: Tensor, ties: list[Tensor], scratch: Scratch) -> None:
+    places = _half_way(remainder, scratch)
     if places.size:
         is_tied = (scratch.joined("tie", ties).numpy()[places >> 3] >> (places & 7).astype(np.uint8)) & 1
-        wide.numpy()[places] += is_tied.astype(np.int32) << 16
+        bits.numpy()[places] += is_tied.astype(np.int32) << 16
 
 
 def _keep_ties_where_they_are(
     bits: list[Tensor], remainders: list[Tensor], ties: list[Tensor], scratch: Scratch
 ) -> None:
-    places = _half_way(_joined(remainders, scratch))
+    places = _half_way(_joined(remainders, scratch), scratch)
     if places.size:
         high = (_joined(bits, scratch, "bits").numpy()[places] >> 16).astype(np.uint8)
         tie = scratch.joined("tie", ties)
@@ -123,11 +122,11 @@ def _keep_ties_where_they_are(
             torch._foreach_copy_(ties, list(tie.split_with_sizes([one.numel() for one in ties])))
 
 
-def _add_ties_everywhere(wide: Tensor, remainder: Tensor, ties: list[Tensor], scratch: Scratch) -> None:
+def _add_ties_everywhere(bits: Tensor, remainder: Tensor, ties: list[Tensor], scratch: Scratch) -> None:
     tie = scratch.joined("tie", ties)
     shifts = torch.arange(8, dtype=torch.uint8, device=tie.device)
-    is_tied = ((tie.unsqueeze(1) >> shifts) & 1).view(-1)[: len(wide)]
-    wide.add_((is_tied * (remainder == HALF_WAY)).to(torch.int32), alpha=1 << 16)
+    is_tied = ((tie.unsqueeze(1) >> shifts) & 1).view(-1)[: len(bits)]
+    bits.add_((is_tied * (remainder == HALF_WAY)).to(torch.int32), alpha=1 << 16)
 
 
 def _keep_ties_everywhere(bits: list[Tensor], ties: list[Tensor], scratch: Scratch) -> None:

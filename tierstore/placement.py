@@ -144,6 +144,16 @@ def auto_chunk_bytes(
     return whole_pages(chunk_bytes)
 
 
+def even_chunk_bytes(state_bytes: int) -> int:
+    """Bytes of the fewest chunks that state of one class fills evenly, with a thirty-second to spare for padding.
+
+    For state that stays where it is used, and so needs no pipeline of extents.
+    """
+    with_padding = state_bytes + state_bytes // 32
+    count = -(-with_padding // LARGEST_CHUNK)
+    return whole_pages(-(-with_padding // count) + 2 * MIB - 1)
+
+
 def whole_pages(chunk_bytes: int) -> int:
     """Round down to what an arena can align: 2 MiB pages for a chunk that large, else 4 KiB."""
     page = 2 * MIB if chunk_bytes >= 2 * MIB else 4096

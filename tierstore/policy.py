@@ -30,6 +30,7 @@ from tierstore.units import (
     Device,
     Folders,
     Fraction,
+    OutputFile,
     Pattern,
     Percent,
     QueueDepth,
@@ -184,6 +185,8 @@ class TierPolicy(_Section):
     tiers: Tiers
     placement: Annotated[tuple[PlacementRule, ...], _ReadRules] = ()
     state: StateSettings = StateSettings()
+    monitor: OutputFile = None
+    record: OutputFile = None
 
     @classmethod
     def load(

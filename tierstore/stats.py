@@ -9,10 +9,14 @@ seconds unless a name says `_ms`.
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+DECISIONS_KEPT = 1000
+"""So many decisions are kept, the last ones."""
 WAITING_SHARE = 0.1
 """A step that waits for no more than this share of its time is bound by its arithmetic."""
 
@@ -24,7 +28,7 @@ _BUCKETS = _BUCKETS_PER_DECADE * 9  # 1 us to 1,000 s
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier now; `peak_bytes` is the most it ever had in use.
+    """One tier now; `peak_bytes` is the most it ever had in use, `bytes_written` what was moved into it in all.
 
     A policy without a cpu tier may yet have one here, for staging: chunks pass through it, and some are kept in it.
     """
@@ -33,6 +37,7 @@ class TierStats:
     used_bytes: int
     peak_bytes: int
     chunks: int
+    bytes_written: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +130,27 @@ class IoStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Decision:
+    """Something that was decided while training, and why. `number` counts from 1 for each store.
+
+    `kind` is one word (order, tuning, homes, resize, room, core); `step` are the steps that were done by then, `time`
+    is in seconds since the epoch.
+    """
+
+    number: int
+    step: int
+    time: float
+    kind: str
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """A store at one moment. Routes are keyed `cpu->nvme`; one without a move yet has no entry. Paths, by folder.
 
-    `step` is of all optimizer steps since the store was made, `last_step` of the last one.
+    `step` is of all optimizer steps since the store was made, `last_step` of the last one. `decisions` are the last
+    1,000, the oldest first.
     """
 
     tiers: Mapping[str, TierStats]
@@ -137,11 +159,17 @@ class Stats:
     last_step: StepStats
     io: IoStats
     paths: Mapping[str, PathStats] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Answer the same as plain dicts, lists and numbers, equal to what JSON gives back."""
         io = {**asdict(self.io), "paths": list(self.io.paths)}
-        plain = {"tiers": _plain(self.tiers), "routes": _plain(self.routes), "paths": _plain(self.paths)}
+        plain: dict[str, Any] = {
+            "tiers": _plain(self.tiers),
+            "routes": _plain(self.routes),
+            "paths": _plain(self.paths),
+        }
+        plain["decisions"] = [asdict(decision) for decision in self.decisions]
         return {**plain, "step": self.step.to_dict(), "last_step": self.last_step.to_dict(), "io": io}
 
 
@@ -196,6 +224,8 @@ class Recorder:
     def __init__(self) -> None:
         self._routes: dict[str, _Route] = {}
         self._step = self.last_step = StepStats()
+        self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
+        self._decided = 0
 
     def record_move(self, source: str, destination: str, nbytes: int, seconds: float) -> None:
         """Add one committed move of `nbytes` that took `seconds`."""
@@ -211,10 +241,19 @@ class Recorder:
         """Add one finished step."""
         self._step, self.last_step = self._step + step, step
 
+    def decide(self, kind: str, what: str, reason: str) -> None:
+        """Add a decision: one word for its kind, what was decided, and why, with the numbers."""
+        self._decided += 1
+        self._decisions.append(Decision(self._decided, self._step.count, time.time(), kind, what, reason))
+
     def snapshot(self, tiers: Mapping[str, TierStats], io: IoStats, paths: Mapping[str, PathStats] = {}) -> Stats:
         """Read everything at once, with what the tiers and the engine say of themselves."""
         routes = {name: route.stats() for name, route in self._routes.items()}
-        return Stats(dict(tiers), routes, self._step, self.last_step, io, dict(paths))
+        tiers = {name: replace(tier, bytes_written=self._written_to(name)) for name, tier in tiers.items()}
+        return Stats(tiers, routes, self._step, self.last_step, io, dict(paths), tuple(self._decisions))
+
+    def _written_to(self, tier: str) -> int:
+        return sum(route.bytes for name, route in self._routes.items() if name.endswith(f"->{tier}"))
 
 
 def _plain(stats: Mapping[str, TierStats] | Mapping[str, RouteStats] | Mapping[str, PathStats]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Setup:
     transfer: TransferEngine
     io: IoStats
     timeout_seconds: float | None = None
+    decided: tuple[tuple[str, str, str], ...] = ()  # on the way here: each decision's kind, what, and why
 
 
 class ChunkStore(Guarded):
@@ -59,6 +60,8 @@ class ChunkStore(Guarded):
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
         self._traces: list[Trace] = []
+        for decision in setup.decided:
+            self._traffic.recorder.decide(*decision)
 
     def _on_entry(self) -> None:
         self._traffic.settle()
@@ -73,6 +76,8 @@ class ChunkStore(Guarded):
             self._infos.update(infos)
             for chunk in infos:
                 self._ledger.add(chunk, homes[chunk])
+            if infos:
+                self._tell_homes(f"{len(infos):,} new chunks", Counter(homes[chunk] for chunk in infos))
 
     def remove_chunk(self, chunk: int) -> None:
         """Delete a chunk and its bytes. Raises LeaseError while somebody leases it."""
@@ -231,6 +236,8 @@ class ChunkStore(Guarded):
                 self._shrink(tier, before)
                 raise
             self._shrink(tier, extents)
+            what = f"{name} has {tier.arena.capacity:,} extents of {self._extent_bytes:,} bytes, before {before:,}"
+            self._traffic.recorder.decide("resize", what, f"{extents:,} were asked for")
 
     def _move_room(self, *, to_the_end: bool = False) -> None:
         """Let room move between the paths of a tier; `to_the_end`: finish what has begun instead."""
@@ -293,8 +300,15 @@ class ChunkStore(Guarded):
         free = {chunk: home for chunk, home in changed.items() if not self._ledger.is_leased(chunk)}
         self._execution.issue_all(plan_homes(free, self._views(), self._traffic.wait_for_room(), self._line))
         self.wait()
+        routes = Counter(f"{self._ledger.home(chunk)} -> {home}" for chunk, home in changed.items())
         for chunk, home in changed.items():
             self._ledger.set_home(chunk, home)
+        self._tell_homes(f"{len(changed):,} chunks have another home", routes)
+
+    def _tell_homes(self, what: str, counts: Mapping[str, int]) -> None:
+        rooms = ", ".join(f"{name} {room.extents:,}" for name, room in self._rooms().items() if room.homes)
+        where = ", ".join(f"{count:,} {home}" for home, count in counts.items())
+        self._traffic.recorder.decide("homes", f"{what}: {where or 'none'}", f"room for homes and pipelines: {rooms}")
 
     # -- running a plan -----------------------------------------------------------------------------------------
 
@@ -353,6 +367,15 @@ class ChunkStore(Guarded):
             tiers = {name: tier.stats(chunks[name]) for name, tier in self.setup.tiers.items()}
             paths = {folder: one for each in self._traffic.striping.values() for folder, one in each.stats().items()}
             return self._traffic.recorder.snapshot(tiers, self.setup.io, paths)
+
+    def residency(self) -> dict[int, str | None]:
+        """The tier that each chunk is in or bound for, None while it is fresh. May be called within a run."""
+        with self._entered(may_nest=True):
+            return {chunk: self._ledger.bound_for(chunk) for chunk in self._ledger}
+
+    def describe(self, chunk: int) -> str:
+        """Words for a chunk: its number, and what is in it."""
+        return self._describe(chunk)
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[Trace]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from tierstore.arena import Extent
 from tierstore.errors import SwapError
@@ -17,6 +17,7 @@ from tierstore.paths import DEALT_MEMORY, Path, PathLoad, Reserve, Shift, choose
 from tierstore.stats import PathStats
 from tierstore.tiers import Tier
 from tierstore.transfer import Ticket
+from tierstore.tuning import per_second
 
 PATIENCE = 3
 """So many looks a condemned slab may take to empty itself; then the chunks in it are fetched."""
@@ -27,8 +28,10 @@ _log = logging.getLogger("tierstore.striping")
 class Striping:
     """The paths of one tier."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, decide: Callable[[str, str, str], None] = lambda kind, what, reason: None) -> None:
+        """`decide` is told what was decided: its kind, what, and why."""
         self._tier = tier
+        self._decide = decide
         self._paths = [Path() for _ in tier.paths]
         self._ended: deque[tuple[Path, Ticket, bool]] = deque()  # filled by workers
         self._refused: Counter[int] = Counter()  # how often a path was wanted and full, since the last look
@@ -135,6 +138,12 @@ class Striping:
         self._condemned.append(slab)
         self._looks = 0
         _log.info("room for %d chunks moves from %s to %s", shift.extents, paths[shift.giver], paths[shift.to])
+        rates = [per_second(self._paths[path].bytes_per_second or 0.0) for path in (shift.giver, shift.to)]
+        self._decide(
+            "room",
+            f"room for {shift.extents} chunks moves from {paths[shift.giver]} to {paths[shift.to]}",
+            f"chunks were refused there {self._refused[shift.to]} times for want of room; {rates[0]} and {rates[1]}",
+        )
 
     def _reserve(self, path: int) -> Reserve:
         arena = self._tier.arena

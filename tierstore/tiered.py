@@ -103,6 +103,7 @@ class TieredOptimizer(Checkpointed, torch.optim.Optimizer):
                 self._step(taking_part, again, early)
             self._held.finish_capture()
         self._watch_gradients()
+        self._held.end_step()
         return loss
 
     def _wait_for_backward(self) -> AbstractContextManager[StepWork | None]:

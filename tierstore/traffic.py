@@ -45,7 +45,7 @@ class Traffic:
         self.describe = describe
         self._transfer = transfer
         self._timeout_seconds = timeout_seconds
-        self.striping = {name: Striping(tier) for name, tier in tiers.items() if tier.paths}
+        self.striping = {name: Striping(tier, self.recorder.decide) for name, tier in tiers.items() if tier.paths}
         self._flights = Flights(iter(tiers))
         self._by_ticket: dict[Ticket, Flight] = {}
         self._errors: list[TierstoreError] = []

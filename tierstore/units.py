@@ -116,6 +116,11 @@ def _parse_folder(value: object) -> Path | None:
         return None
 
 
+def _parse_file(value: object) -> Path | None:
+    found = _parse_folder(value)
+    return None if found is None or not found.name else found
+
+
 def parse_list(value: object) -> Sequence[object] | None:
     """Answer a list or a tuple as it is."""
     return value if isinstance(value, list | tuple) else None
@@ -211,11 +216,18 @@ def _takes_text(pattern: str, allowed: str) -> PlainValidator:
     return _takes(lambda value: _parse_text(value, pattern=pattern), allowed)
 
 
+_read_file = reader(_parse_file, "the path of a file that is written, as run.json, or null for none")
+
 Capacity = Annotated[Auto | int | Percent, _takes_auto(_parse_capacity, _CAPACITY), _WRITE_BYTES]
 ChunkSize = Annotated[Auto | int, _takes_auto(_parse_chunk_bytes, _CHUNK_SIZE), _WRITE_BYTES]
 RequestSize = Annotated[Auto | int, _takes_auto(_parse_request_bytes, _REQUEST_SIZE), _WRITE_BYTES]
 Folders = Annotated[
     Auto | tuple[Path, ...], _takes_auto(_parse_folders, "a list of folders, as [/mnt/nvme0, /mnt/nvme1]"), _WRITE_PATHS
+]
+OutputFile = Annotated[
+    Path | None,
+    PlainValidator(lambda value: None if value is None else _read_file(value)),
+    PlainSerializer(str, when_used="json-unless-none"),
 ]
 Fraction = Annotated[float, _takes(lambda value: _parse_number(value, most=1.0), "a number above 0 and at most 1")]
 Seconds = Annotated[float, _takes(_parse_seconds, "seconds as 60, 60s, 500ms or 2min, above 0 and at most 24h")]

@@ -261,9 +261,10 @@ def test_without_rates_the_defaults_stay(tmp_path: Path, caplog: pytest.LogCaptu
         ({"cpu": {"capacity": "36MiB"}, "nvme": {}}, 1, 16 * MIB),
         ({"cpu": {"capacity": "36MiB"}, "nvme": {}}, 2, 20 * MIB // 16 // 4096 * 4096),
         ({"cpu": {"capacity": "36MiB"}, "nvme": {}}, None, 20 * MIB // 16 // 4096 * 4096),
-        ({"cpu": {}, "nvme": {}}, 1, 16 * MIB),
+        ({"cpu": {}, "nvme": {}}, 1, 22 * MIB),
+        ({"cpu": {}, "nvme": {}}, 2, 16 * MIB),
         ({"nvme": {}}, 1, 20 * MIB // 16 // 4096 * 4096),
-        ({"gpu": {"device": "cpu"}}, 1, 16 * MIB),
+        ({"gpu": {"device": "cpu"}}, 1, 22 * MIB),
         ({"gpu": {"device": "cpu"}, "cpu": {}}, 1, 20 * MIB // 16 // 4096 * 4096),
     ],
 )

@@ -14,7 +14,7 @@ PACKAGE = Path(tierstore.__file__).parent
 
 # A module imports only from groups above its own, and within a group only from names to its left.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces"),
+    "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces", "history"),
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "plan", "sparing"),
     "do": (
         *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
@@ -22,24 +22,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "join": ("flights", "striping", "traffic", "guard", "execution", "store", "build", "piecestore", "tensors"),
     "use": (
-        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "checkpoint"),
-        *("members", "counts", "cuts"),
-        *(
-            "records",
-            "ahead",
-            "behind",
-            "capture",
-            "blueprint",
-            "binding",
-            "handed",
-            "states",
-            "state_view",
-            "state_dicts",
-        ),
-        *("update", "failures", "normed", "progress", "sources", "contents", "matching", "weights", "saving", "held"),
-        *("loading", "arrivals", "beside", "backward", "checkpointed", "tiered", "optimizer"),
+        *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "checkpoint", "members"),
+        *("counts", "cuts", "records", "ahead", "behind", "capture", "blueprint", "binding", "handed", "states"),
+        *("state_view", "state_dicts", "update", "failures", "normed", "monitor", "progress", "sources", "contents"),
+        *("matching", "weights", "saving", "held", "loading", "arrivals", "beside", "backward", "checkpointed"),
+        *("tiered", "optimizer"),
     ),
-    "front": ("", "output", "demo", "doctor", "checkpoint_view", "checkpoint_commands", "cli", "__main__"),
+    "front": (
+        *("", "output", "export", "demo", "doctor", "seen", "top", "report", "checkpoint_view", "checkpoint_commands"),
+        *("cli", "__main__"),
+    ),
 }
 STRANGERS = [{"decide", "do"}]  # groups that never import each other
 MOST_LINES = 420

@@ -20,6 +20,7 @@ from tierstore.placement import (
     Need,
     Room,
     auto_chunk_bytes,
+    even_chunk_bytes,
     pipeline_needs,
     place_homes,
     size_tiers,
@@ -220,6 +221,20 @@ def test_chunks_are_as_large_as_leaves_sixteen_where_they_are_used(
 )
 def test_chunks_of_state_that_stays_are_larger(state_bytes: int, chunk_bytes: int) -> None:
     assert auto_chunk_bytes(state_bytes, None, stays=True) == chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "chunk_bytes"),
+    [
+        (20 * MIB, 22 * MIB),
+        (62 * MIB, 64 * MIB),
+        (64 * MIB, 34 * MIB),
+        (256 * MIB, 54 * MIB),
+        (62 * 10**3 * MIB, 64 * MIB),
+    ],
+)
+def test_state_of_one_class_that_stays_is_cut_evenly_into_the_fewest_chunks(state_bytes: int, chunk_bytes: int) -> None:
+    assert even_chunk_bytes(state_bytes) == chunk_bytes
 
 
 @pytest.mark.parametrize(("asked", "given_bytes"), [(4096, 4096), (8191, 4096), (3 * MIB, 2 * MIB), (2 * MIB, 2 * MIB)])

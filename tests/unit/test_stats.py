@@ -131,7 +131,8 @@ def test_dict_is_what_json_gives_back():
     recorder.record_step(StepStats(1, 1.0, 0.5, 0.25, 10, 0))
     found = recorder.snapshot(TIERS, IO).to_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["tiers"] == {"cpu": {"capacity_bytes": 8, "used_bytes": 4, "peak_bytes": 6, "chunks": 2}}
+    tier = {"capacity_bytes": 8, "used_bytes": 4, "peak_bytes": 6, "chunks": 2, "bytes_written": 0}
+    assert found["tiers"] == {"cpu": tier}
     assert list(found["routes"]["cpu->nvme"]) == [item.name for item in dataclasses.fields(RouteStats)]
     assert found["step"] == {
         "count": 1,
@@ -146,6 +147,25 @@ def test_dict_is_what_json_gives_back():
     }
     assert found["last_step"] == found["step"]
     assert found["io"] == {"engine": "threads", "direct": True, "paths": ["/mnt/a", "/mnt/b"]}
+
+
+def test_what_was_written_to_a_tier_is_what_was_moved_there():
+    recorder = Recorder()
+    for route in (("gpu", "cpu", 1), ("nvme", "cpu", 2), ("cpu", "nvme", 4), ("gpu", "cpu", 8)):
+        recorder.record_move(*route, 0.001)
+    assert recorder.snapshot(TIERS, IO).tiers["cpu"].bytes_written == 11
+
+
+def test_last_thousand_decisions_are_kept_with_the_step_and_their_number():
+    recorder = Recorder()
+    for number in range(1, 1201):
+        recorder.decide("resize", f"cpu has {number} extents", f"{number} were asked for")
+        recorder.record_step(StepStats(1))
+    decisions = recorder.snapshot(TIERS, IO).decisions
+    assert [decision.number for decision in decisions] == list(range(201, 1201))
+    assert (decisions[-1].step, decisions[-1].what) == (1199, "cpu has 1200 extents")
+    found = recorder.snapshot(TIERS, IO).to_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 def test_snapshot_survives_copies():
