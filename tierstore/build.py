@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from tierstore.calibrate import find_rates
 from tierstore.device import Device, HostDevice, host_for, open_device
 from tierstore.errors import PolicyError
+from tierstore.files import folders_of, open_files, wants_direct
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
 from tierstore.placement import (
@@ -35,12 +35,12 @@ from tierstore.placement import (
     whole_pages,
     with_choice,
 )
-from tierstore.policy import GpuTier, IoSettings, NvmeTier, Percent, TierPolicy
+from tierstore.policy import GpuTier, IoSettings, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
 from tierstore.rates import Rates
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, Setup
-from tierstore.swapfile import SwapFile, check_space, filesystems, swap_folders
+from tierstore.swapfile import check_space, filesystems
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import TransferEngine
 from tierstore.tuning import Tuning, per_second, tune
@@ -163,7 +163,7 @@ class Plant:
             return self
         given = self.given_bytes("cpu")
         rates = self.parts.find_rates(
-            _folders(nvme), engine=nvme.io.engine, direct=_wants_direct(nvme), memory_bytes=given
+            folders_of(nvme), engine=nvme.io.engine, direct=wants_direct(nvme), memory_bytes=given
         )
         capacity = self.given_bytes("gpu") if self.gpu is not None else given
         tuning = tune(rates, self.policy, state_bytes=state_bytes, capacity_bytes=capacity)
@@ -201,7 +201,7 @@ class Plant:
         nvme, room = self.policy.tiers.nvme, rooms.get("nvme", Room(0))
         if nvme is None or not room.extents:
             return
-        folders = _folders(nvme)
+        folders = folders_of(nvme)
         dealt = FileTier.dealt(room.extents, _slab_extents(room, len(folders)), len(folders))
         check_space({folder: count * extent_bytes for folder, count in zip(folders, dealt, strict=True)})
 
@@ -261,7 +261,7 @@ class Plant:
                 name, self.parts.host_for(self.parameters_on, pin_memory=self._pins_memory()), extent_bytes
             )
         assert self.policy.tiers.nvme is not None and engine is not None
-        tier = FileTier(name, _open_files(self.policy.tiers.nvme, engine), extent_bytes)
+        tier = FileTier(name, open_files(self.policy.tiers.nvme, engine), extent_bytes)
         try:
             for file in tier.files:
                 engine.prepare(file.path)
@@ -273,7 +273,7 @@ class Plant:
     def _paths(self, name: str, room: Room) -> int:
         """On how many paths a tier lies."""
         nvme = self.policy.tiers.nvme
-        return len(_folders(nvme)) if name == "nvme" and nvme is not None and room.extents else 1
+        return len(folders_of(nvme)) if name == "nvme" and nvme is not None and room.extents else 1
 
     def _pins_memory(self) -> bool:
         cpu = self.policy.tiers.cpu
@@ -310,7 +310,7 @@ class Plant:
             total = memory.limit_bytes or memory.total_bytes
         else:
             assert self.policy.tiers.nvme is not None
-            disks = filesystems(_folders(self.policy.tiers.nvme))
+            disks = filesystems(folders_of(self.policy.tiers.nvme))
             total = sum(disk_space(folders[0]).total_bytes for folders in disks)
         return int(total * capacity.fraction) // local_ranks()
 
@@ -394,29 +394,6 @@ def _why_no_gpu(gpu_tier: GpuTier) -> str:
 
 def _slab_extents(room: Room, paths: int = 1) -> int:
     return max(1, room.extents // (SLABS_PER_TIER * paths))
-
-
-def _folders(nvme: NvmeTier) -> list[Path]:
-    """The folders of a policy's swap files. Raises PolicyError or SwapError."""
-    return swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder)
-
-
-def _wants_direct(nvme: NvmeTier) -> bool | None:
-    """Whether files are to be opened with O_DIRECT; None: where that works."""
-    return None if nvme.io.direct == "auto" else nvme.io.direct
-
-
-def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
-    direct = _wants_direct(nvme)
-    if not engine.supports_direct:
-        direct = False
-    files: list[SwapFile] = []
-    with ExitStack() as undo:
-        for folder in _folders(nvme):
-            files.append(SwapFile(Path(folder), direct=direct))
-            undo.callback(files[-1].close)
-        undo.pop_all()
-    return files
 
 
 def _io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
