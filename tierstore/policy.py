@@ -13,6 +13,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
@@ -272,12 +273,17 @@ def _read_yaml(path: str) -> Mapping[Any, Any]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice, where YAML silently keeps the last."""
+    """SafeLoader that refuses a key written twice, where YAML silently keeps the last, and a list or mapping as a key.
+
+    With aliases in it, such a key written out could have more characters than memory.
+    """
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:  # before merge keys (<<) are resolved: those may be overridden
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="found a key that is no single value", problem_mark=key.start_mark)
             if (key.tag, str(key.value)) in seen:
                 raise yaml.MarkedYAMLError(problem=f"found the key {key.value!r} twice", problem_mark=key.start_mark)
             seen.add((key.tag, str(key.value)))
@@ -316,8 +322,15 @@ def _selected(tiers: object, present: tuple[TierName, ...], name: str) -> tuple[
 # Errors: from pydantic's details to one line per problem.
 
 
+_MOST_PROBLEMS = 30
+"""That one error tells of."""
+
+
 def _policy_error(error: ValidationError, section: type[BaseModel], name: str) -> PolicyError:
-    return PolicyError("\n".join(f"{name}: {line}" for line in _lines(error, section)))
+    lines = [f"{name}: {line}" for line in islice(_lines(error, section), _MOST_PROBLEMS)]
+    if error.error_count() > _MOST_PROBLEMS:
+        lines.append(f"{name}: and {error.error_count() - _MOST_PROBLEMS} more")
+    return PolicyError("\n".join(lines))
 
 
 def _lines(error: ValidationError, section: type[BaseModel]) -> Iterator[str]:

@@ -42,6 +42,7 @@ class Mode:
     tiers: tuple[str, ...] = ("cpu", "nvme")
     paths: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    waits: bool = True  # for a checkpoint to be written
 
     def policy(self, folder: Path) -> dict[str, Any]:
         """The policy, with swap folders made in a folder."""
@@ -58,10 +59,14 @@ MODES = {
     "step": Mode(),
     "backward": Mode(update="backward"),
     "split": Mode(dtype=torch.bfloat16, options={"state": {"master": "split"}}),
-    "several paths": Mode(paths=3),
+    "several paths": Mode(paths=3, waits=False),
     "three tiers": Mode(tiers=("gpu", "cpu", "nvme")),
     "split in backward": Mode(
-        update="backward", dtype=torch.bfloat16, paths=2, options={"state": {"master": "split"}, "free_gradients": True}
+        update="backward",
+        dtype=torch.bfloat16,
+        waits=False,
+        paths=2,
+        options={"state": {"master": "split"}, "free_gradients": True},
     ),
 }
 
@@ -82,6 +87,15 @@ class Board:
     @phase.setter
     def phase(self, name: str) -> None:
         self._bytes[0] = PHASES.index(name)
+
+    @property
+    def kept(self) -> int:
+        """The last step of which a checkpoint was written for certain."""
+        return self._bytes[1]
+
+    @kept.setter
+    def kept(self, step: int) -> None:
+        self._bytes[1] = step
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,7 @@ class Run:
             if extra is not None:
                 self.position = int(extra["position"])
                 torch.set_rng_state(extra["random"])
+            assert self.position >= watch.board.kept, "a checkpoint that was written is gone"
             self.optimizer.store.check()
 
     def go_on(self, *, to: int = STEPS, after_step: Callable[[Run], None] = lambda run: None) -> None:
@@ -160,7 +175,9 @@ class Run:
         """Write a checkpoint."""
         with self.watch.phase("checkpoint"):
             extra = {"position": self.position, "random": torch.get_rng_state()}
-            keeping.save(self.folder, self.model, self.optimizer, extra)
+            keeping.save(self.folder, self.model, self.optimizer, extra, wait=self.mode.waits)
+        if self.mode.waits:
+            self.watch.board.kept = self.position
 
     def _loss(self) -> Tensor:
         """Of the batch at the present place in the data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -313,3 +314,17 @@ def test_curve_is_never_wider_than_asked_and_sizes_have_units() -> None:
     values: list[Any] = list(range(1000))
     assert len(curve(values, 40)) == 40
     assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 MiB", "3.0 TiB"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [[], ["--plain"], ["--json"]])
+def test_a_standard_output_that_takes_nothing_is_one_message(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback."""
+    full = open("/dev/full", "w")  # noqa: SIM115  # closing it fails, too
+    monkeypatch.setattr("sys.stdout", full)
+    assert run("demo", *TINY, *arguments) == 2
+    with contextlib.suppress(OSError):
+        full.close()
+    assert "error: standard output cannot be written" in capsys.readouterr().err

@@ -788,3 +788,25 @@ def damage(text, randomness):
         case 4:
             other = randomness.randrange(len(text) + 1)
             text[other:other] = piece
+
+
+BOMBS = {
+    "a key of aliases": "a0: &a0 [x]\n"
+    + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    + "? *a11\n: 1\n",
+    "merges of merges": "a0: &a0 {x: 1}\n"
+    + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12)),
+    "a mapping of itself": "tiers: &a\n  cpu: *a\n",
+    "many lines": "".join(f"key{n}: 1\n" for n in range(2000)),
+    "depth": "[" * 100_000,
+    "a number without end": f"chunk_size: {'9' * 100_000}\ntiers: {{cpu: {{}}}}\n",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_file_that_stands_for_a_huge_one_is_told_shortly(tmp_path, name):
+    """Aliases in a key took all memory; thousands of unknown keys made a message of megabytes."""
+    (tmp_path / "policy.yaml").write_text(BOMBS[name])
+    with pytest.raises(PolicyError) as caught:
+        TierPolicy.load(tmp_path / "policy.yaml")
+    assert len(str(caught.value)) < 20_000
