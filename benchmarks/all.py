@@ -42,6 +42,7 @@ RUNS = (
     Run("memory", draws=False),
     Run("checkpoint", draws=False),
     Run("retention", takes_folders=False),
+    Run("predicted_vs_measured", draws=False),
     Run("import_cost", takes_folders=False, draws=False),
 )
 

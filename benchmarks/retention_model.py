@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tierstore.placement import Need, Room, place_homes
-from tierstore.plan import ChunkView, Move, plan_step
+from tierstore.planning import ChunkView, Move, plan_step
 
 Kind = Literal["use", "make", "read", "write"]
 Action = tuple[Kind, int]

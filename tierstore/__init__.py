@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tierstore.forecast.plan import plan
     from tierstore.optimizer import TieredAdam, TieredAdamW, TieredLAMB, TieredLion, TieredSGD
     from tierstore.policy import TierPolicy
     from tierstore.tensors import TieredStore
 
 __version__ = "0.1.0"
-__all__ = ["TierPolicy", "TieredAdam", "TieredAdamW", "TieredLAMB", "TieredLion", "TieredSGD", "TieredStore"]
+__all__ = ["TierPolicy", "TieredAdam", "TieredAdamW", "TieredLAMB", "TieredLion", "TieredSGD", "TieredStore", "plan"]
 
 _MODULES = {
     "TieredAdam": "optimizer",
@@ -20,6 +21,7 @@ _MODULES = {
     "TieredSGD": "optimizer",
     "TierPolicy": "policy",
     "TieredStore": "tensors",
+    "plan": "forecast.plan",
 }
 
 

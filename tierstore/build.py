@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from tierstore.calibrate import find_rates
 from tierstore.device import Device, HostDevice, host_for, open_device
 from tierstore.errors import PolicyError
+from tierstore.folders import check_space, filesystems
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
 from tierstore.placement import (
@@ -35,12 +35,11 @@ from tierstore.placement import (
     whole_pages,
     with_choice,
 )
-from tierstore.policy import GpuTier, IoSettings, NvmeTier, Percent, TierPolicy
+from tierstore.policy import GpuTier, IoSettings, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
 from tierstore.rates import Rates
-from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, Setup
-from tierstore.swapfile import SwapFile, check_space, filesystems, swap_folders
+from tierstore.swapping import folders_of, io_stats, open_files, wants_direct
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import TransferEngine
 from tierstore.tuning import Tuning, per_second, tune
@@ -64,6 +63,7 @@ class Parts:
     open_engine: Callable[..., Engine] = open_engine
     open_transfer: Callable[[Engine | None, Device | None], TransferEngine] = TransferEngine
     find_rates: Callable[..., Rates] = find_rates
+    ranks: Callable[[], int] = local_ranks  # processes that share this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Plant:
         if given is None and self.gpu is not None:
             return self.names == ("gpu",)  # else chunks only stream through it
         if given is None:
-            given = _free_host_memory() if "cpu" in self.names else 0
+            given = self._free_host_memory() if "cpu" in self.names else 0
         return nbytes <= given
 
     def tuned(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> Plant:
@@ -163,7 +163,7 @@ class Plant:
             return self
         given = self.given_bytes("cpu")
         rates = self.parts.find_rates(
-            swap_folders(nvme.paths), engine=nvme.io.engine, direct=_wants_direct(nvme), memory_bytes=given
+            folders_of(nvme), engine=nvme.io.engine, direct=wants_direct(nvme), memory_bytes=given
         )
         capacity = self.given_bytes("gpu") if self.gpu is not None else given
         tuning = tune(rates, self.policy, state_bytes=state_bytes, capacity_bytes=capacity)
@@ -172,18 +172,27 @@ class Plant:
 
     def _in_files(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> int:
         """Bytes of chunks whose home is in files."""
-        needs = [Need(info.compute, info.named) for info in infos]
-        homes = place_homes(needs, self.rooms(infos, extent_bytes), order=self.order, extent_bytes=extent_bytes)
+        homes = self.homes(infos, self.rooms(infos, extent_bytes), extent_bytes)
         return sum(info.record_bytes for info, home in zip(infos, homes, strict=True) if home == "nvme")
 
     def rooms(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> dict[str, Room]:
         """Extents of each tier for these chunks, `auto` resolved; checks that all find a home. Reserves nothing."""
+        rooms = self.sizes(infos, extent_bytes)
+        self.homes(infos, rooms, extent_bytes)
+        return rooms
+
+    def homes(self, infos: Sequence[ChunkInfo], rooms: Mapping[str, Room], extent_bytes: int) -> list[str]:
+        """The home of each chunk. Raises CapacityError if not all find one."""
+        needs = [Need(info.compute, info.named) for info in infos]
+        return place_homes(needs, rooms, order=self.order, extent_bytes=extent_bytes)
+
+    def sizes(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> dict[str, Room]:
+        """As `rooms`, but whether or not there is enough of it."""
         needs = [Need(info.compute, info.named) for info in infos]
         asked = self.asked(any(need.compute == "cpu" for need in needs), extent_bytes)
         rooms = size_tiers(needs, asked, order=self.order)
         if "nvme" in asked and asked["nvme"].extents is None:
             rooms["nvme"] = with_choice(rooms["nvme"], self._paths("nvme", rooms["nvme"]))
-        place_homes(needs, rooms, order=self.order, extent_bytes=extent_bytes)
         return {name: rooms[name] for name in ("gpu", "cpu", "nvme") if name in rooms}
 
     def asked(self, computes_on_cpu: bool, extent_bytes: int) -> dict[str, Asked]:
@@ -201,7 +210,7 @@ class Plant:
         nvme, room = self.policy.tiers.nvme, rooms.get("nvme", Room(0))
         if nvme is None or not room.extents:
             return
-        folders = swap_folders(nvme.paths)
+        folders = folders_of(nvme)
         dealt = FileTier.dealt(room.extents, _slab_extents(room, len(folders)), len(folders))
         check_space({folder: count * extent_bytes for folder, count in zip(folders, dealt, strict=True)})
 
@@ -235,7 +244,7 @@ class Plant:
             order=self.order,
             slab_extents=slabs,
             transfer=transfer,
-            io=_io_stats(engine, tiers.get("nvme")),
+            io=io_stats(engine, tiers.get("nvme")),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
             decided=self._decided(rooms, extent_bytes),
         )
@@ -262,7 +271,7 @@ class Plant:
             )
         nvme = self.policy.tiers.nvme
         assert nvme is not None and engine is not None
-        tier = FileTier(name, _open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
+        tier = FileTier(name, open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
         try:
             for file in tier.files:
                 engine.prepare(file.path)
@@ -274,7 +283,7 @@ class Plant:
     def _paths(self, name: str, room: Room) -> int:
         """On how many paths a tier lies."""
         nvme = self.policy.tiers.nvme
-        return len(swap_folders(nvme.paths)) if name == "nvme" and nvme is not None and room.extents else 1
+        return len(folders_of(nvme)) if name == "nvme" and nvme is not None and room.extents else 1
 
     def _pins_memory(self) -> bool:
         cpu = self.policy.tiers.cpu
@@ -286,7 +295,7 @@ class Plant:
             return Asked(given // extent_bytes)
         if name != "cpu":
             return Asked(None)
-        limit = max(1, _free_host_memory() // extent_bytes)
+        limit = max(1, self._free_host_memory() // extent_bytes)
         return Asked(None, limit=limit, pipeline=self._pipeline)
 
     @property
@@ -311,9 +320,13 @@ class Plant:
             total = memory.limit_bytes or memory.total_bytes
         else:
             assert self.policy.tiers.nvme is not None
-            disks = filesystems(swap_folders(self.policy.tiers.nvme.paths))
+            disks = filesystems(folders_of(self.policy.tiers.nvme))
             total = sum(disk_space(folders[0]).total_bytes for folders in disks)
-        return int(total * capacity.fraction) // local_ranks()
+        return int(total * capacity.fraction) // self.parts.ranks()
+
+    def _free_host_memory(self) -> int:
+        """Bytes that a cpu tier may take which finds its size by itself: half of what is left, for each local rank."""
+        return host_memory().available_bytes // 2 // self.parts.ranks()
 
     def _open_engine(self, io: IoSettings) -> Engine:
         threads, depth, size = (
@@ -385,36 +398,9 @@ def _tell_rates(rates: Rates, tuning: Tuning | None) -> None:
         _log.info("%s", tuning.bound)
 
 
-def _free_host_memory() -> int:
-    """Bytes that a cpu tier may take which finds its size by itself: half of what is left, for each local rank."""
-    return host_memory().available_bytes // 2 // local_ranks()
-
-
 def _why_no_gpu(gpu_tier: GpuTier) -> str:
     return "the parameters are on the CPU" if gpu_tier.device == "auto" else f"there is no {gpu_tier.device} here"
 
 
 def _slab_extents(room: Room, paths: int = 1) -> int:
     return max(1, room.extents // (SLABS_PER_TIER * paths))
-
-
-def _wants_direct(nvme: NvmeTier) -> bool | None:
-    """Whether files are to be opened with O_DIRECT; None: where that works."""
-    return None if nvme.io.direct == "auto" else nvme.io.direct
-
-
-def _open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
-    direct = _wants_direct(nvme) if engine.supports_direct else False
-    files: list[SwapFile] = []
-    with ExitStack() as undo:
-        for folder in swap_folders(nvme.paths):
-            files.append(SwapFile(Path(folder), direct=direct))
-            undo.callback(files[-1].close)
-        undo.pop_all()
-    return files
-
-
-def _io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
-    if engine is None or not isinstance(tier, FileTier):
-        return IoStats("none", direct=False, paths=())
-    return IoStats(engine.name, all(file.direct for file in tier.files), tier.paths, tier.keeps_sums)

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import DiskFullError, TierstoreError
+from tierstore.folders import filesystems
 from tierstore.gauge import DEPTH, REQUEST_SIZES, Budget, fill_with_noise, measure_machine, measure_path
 from tierstore.io import Engine, open_engine
 from tierstore.mapping import map_host_memory
 from tierstore.pressure import local_ranks
 from tierstore.ratecache import Key, RateCache, cache_folder, machine_key, path_key
 from tierstore.rates import MachineRates, PathRates, Rates
-from tierstore.swapfile import SwapFile, filesystems
+from tierstore.swapfile import SwapFile
 
 T = TypeVar("T")
 MOST_SECONDS = 1.0

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from tierstore.output import STDOUT, error_text
 
 DEFAULTS = Options()
 MODEL, STATE, OUTPUT = "What is trained", "Where its state lives", "What is shown"
+SPEED = "How fast it is"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(checkpoint_commands.app, name="checkpoint")
@@ -161,6 +162,97 @@ def doctor(
 
 
 @app.command()
+def plan(
+    params: Annotated[
+        str | None, typer.Option(metavar="N", help="How many parameters, as 125M, 7B or 1T.", rich_help_panel=MODEL)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="What makes the model, on the meta device.", rich_help_panel=MODEL
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the parameters, with --params.", rich_help_panel=MODEL)] = "bfloat16",
+    compute_seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="What forward and backward take.", rich_help_panel=MODEL)
+    ] = 0.0,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A policy, instead of the defaults.", rich_help_panel=STATE)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Capacity of the gpu tier, as 24GiB.", rich_help_panel=STATE)
+    ] = None,
+    cpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Capacity of the cpu tier.", rich_help_panel=STATE)
+    ] = None,
+    nvme: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Capacity of the nvme tier, or auto.", rich_help_panel=STATE)
+    ] = None,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="A swap folder; more than once for several.", rich_help_panel=STATE),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes that share the machine.", rich_help_panel=STATE)
+    ] = None,
+    nvme_bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Of all swap folders, reads and writes, as 6GB/s.", rich_help_panel=SPEED),
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Each way between accelerator and host.", rich_help_panel=SPEED),
+    ] = None,
+    update_rate: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Float32 parameters that are updated in a second.", rich_help_panel=SPEED),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine first, for some seconds.", rich_help_panel=SPEED)
+    ] = False,
+    tbw: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What each drive may be written in all, as 600TB.", rich_help_panel=SPEED),
+    ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[FILE]",
+            help="Write it as JSON; without FILE to stdout, and all else to stderr.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Say before training where the state of a model will live, whether it fits, and what a step will cost.
+
+    Exit status: 0 when it fits; 1 when it does not; 2 when the plan cannot be carried out.
+    """
+    options: dict[str, Any] = {
+        "params": params,
+        "model": model,
+        "dtype": dtype,
+        "policy": policy,
+        "capacities": {"gpu": gpu, "cpu": cpu, "nvme": nvme},
+        "paths": tuple(path or ()),
+        "ranks": ranks,
+        "nvme_bandwidth": nvme_bandwidth,
+        "link_bandwidth": link_bandwidth,
+        "update_rate": update_rate,
+        "tbw": tbw,
+        "compute_seconds": compute_seconds,
+        "calibrate": calibrate,
+        "json": json,
+    }
+
+    def work() -> int:
+        from tierstore.forecast.command import Options, run
+
+        return run(Options(**options))
+
+    raise typer.Exit(_told(work))
+
+
+@app.command()
 def top(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `monitor: FILE` in the job's policy names.")],
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
@@ -208,6 +300,14 @@ def _told(work: Callable[[], int]) -> int:
     except TierstoreError as error:
         typer.echo(f"error: {error_text(error)}", err=True)
         return FAILED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        sys.stdout = None  # what is left in it would be tried once more at the end
+        typer.echo(f"error: standard output cannot be written ({error.strerror})", err=True)
+        return FAILED
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         return INTERRUPTED
@@ -223,23 +323,19 @@ def _run_doctor(policy: Path | None, paths: tuple[Path, ...], calibrate: bool, j
 
 
 def _run_demo(options: Options) -> int:
-    """Run it; tell an error of tierstore's in one message."""
     # Threads that spin while they wait for each other keep the cores from swap I/O and from whatever else runs here:
     # on two busy cores a step took 3 to 7 times as long. Waiting passively costs a fifth on idle ones. Only read when
     # torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
+
+    def work() -> int:
         if options.width % HEAD_WIDTH:
             raise DemoError(f"--width {options.width}: give a multiple of {HEAD_WIDTH}, the width of an attention head")
         from tierstore.demo.job import run
 
         return run(options)
-    except TierstoreError as error:
-        typer.echo(f"error: {error_text(error)}", err=True)
-        return FAILED
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
+
+    return _told(work)
 
 
 def _with_value(arguments: Sequence[str], option: str, value: str) -> list[str]:

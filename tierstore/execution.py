@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tierstore.cores import leaving_one_free
 from tierstore.pages import lies_on_small_pages
-from tierstore.plan import Move, Plan
+from tierstore.planning import Move, Plan
 from tierstore.residency import Resident
 from tierstore.signals import break_point
 from tierstore.sparing import Sparing

@@ -21,7 +21,7 @@ from tierstore.execution import ChunkInfo, Execution
 from tierstore.guard import Guarded
 from tierstore.mapping import map_host_memory
 from tierstore.placement import Need, Room, place_homes
-from tierstore.plan import ChunkView, Plan, Update, plan_eviction, plan_homes, plan_step
+from tierstore.planning import ChunkView, Plan, Update, plan_eviction, plan_homes, plan_step
 from tierstore.residency import Resident
 from tierstore.stats import IoStats
 from tierstore.tiers import Tier

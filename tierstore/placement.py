@@ -88,7 +88,10 @@ def place_homes(needs: Sequence[Need], rooms: Mapping[str, Room], *, order: str,
     """Choose the home of each chunk, in order. Raises CapacityError with the numbers when there is no room."""
     kept = [need.home for need in needs]
     while True:
-        wishes = [replace(need, named=need.named or home) for need, home in zip(needs, kept, strict=True)]
+        wishes = [
+            need if home is None else replace(need, named=need.named or home)
+            for need, home in zip(needs, kept, strict=True)
+        ]
         homes = _choose_homes(wishes, rooms, order)
         short = _shortages(wishes, homes, rooms)
         if not short:

@@ -127,6 +127,7 @@ class NvmeTier(_Section):
 
     capacity: Capacity = "auto"
     paths: Folders = "auto"
+    allow_shared_folder: Switch = False
     io: IoSettings = IoSettings()
 
 
@@ -251,10 +252,17 @@ def _settings(source: object, name: str) -> object:
     raise PolicyError(f"{name}: found {shown(source)}; allowed: a TierPolicy, a mapping, or the path of a YAML file")
 
 
+_MOST_CHARACTERS = 1 << 20
+"""Of a policy's file: what is longer is something else, and might have no end."""
+
+
 def _read_yaml(path: str) -> Mapping[Any, Any]:
     try:
         with open(path, encoding="utf-8") as file:
-            settings = yaml.load(file, _UniqueKeyLoader)
+            text = file.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters")
+        settings = yaml.load(text, _UniqueKeyLoader)
     except Exception as error:  # PyYAML also lets ValueError, LookupError and RecursionError through
         raise PolicyError(f"{path}: cannot be read as a YAML policy: {one_line(str(error))}") from error
     if not isinstance(settings, Mapping):

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import DiskFullError, SwapError
+from tierstore.folders import swap_folders
 from tierstore.layout import RECORD_ALIGNMENT, round_up
 from tierstore.policy import TierPolicy
-from tierstore.swapfile import SwapFile, swap_folders
+from tierstore.swapfile import SwapFile
 
 MOST_GRANTED_BYTES = 64 << 20
 """Of results in ordinary memory, which comes on top of the cpu tier's; faster than a file for small models."""
@@ -61,10 +62,14 @@ class Results:
         capacity = cpu.capacity if cpu is not None else "auto"
         granted = min(capacity, MOST_GRANTED_BYTES) if isinstance(capacity, int) else MOST_GRANTED_BYTES
         try:
-            folders = [Path(folder) for folder in swap_folders(nvme.paths)]
+            folders = swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder)
         except SwapError:  # no folder to swap in was needed so far, so state is in memory as it is
             return cls(math.inf)
         return cls(0 if expected_bytes > granted else granted, *folders)
+
+    def are_mapped(self, nbytes: int) -> bool:
+        """Whether so many bytes, the first that are asked for, would be mapped from a file."""
+        return bool(self._folders) and nbytes > self._granted_bytes
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Make a 1-D tensor with a storage of its own, its values undefined. Raises DiskFullError."""

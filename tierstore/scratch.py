@@ -26,6 +26,11 @@ class Scratch:
         self._others += [Scratch() for _ in range(count - 1 - len(self._others))]
         return [self, *self._others[: count - 1]]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers there are."""
+        return sum(buffer.numel() for buffer in self._buffers.values()) + sum(other.nbytes for other in self._others)
+
     def get(self, purpose: str, dtype: torch.dtype, device: torch.device, length: int) -> Tensor:
         """View the first `length` elements of the buffer for a purpose, whatever is in them."""
         view = self._views.get((purpose, dtype, device, length))

@@ -27,7 +27,7 @@ from tierstore.execution import ChunkInfo, Use
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.housing import Housing, Setup
 from tierstore.placement import Room
-from tierstore.plan import Plan, plan_eviction, plan_fetch
+from tierstore.planning import Plan, plan_eviction, plan_fetch
 from tierstore.residency import Fresh, Moving, Resident
 from tierstore.stats import Stats
 from tierstore.striping import Striping

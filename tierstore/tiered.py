@@ -9,6 +9,7 @@ a scheduler or a framework may do to a `torch.optim.Optimizer` works here too; `
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import weakref
 from collections import Counter
@@ -319,6 +320,14 @@ class TieredOptimizer(Checkpointed, torch.optim.Optimizer):
         kept = {name: self.__dict__[name] for name in _KEPT if name in self.__dict__}
         state = {parameter: dict(fields) for parameter, fields in self._materialised().items()}
         return {**super().__getstate__(), **kept, "state": state, "tierstore_policy": self._held.policy}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As `copy` would, but what `__getstate__` took out of the store is nobody else's, and not copied again."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        state = self.__getstate__()
+        memo |= {id(value): value for fields in state["state"].values() for value in fields.values()}
+        twin.__setstate__(copy.deepcopy(state, memo))
+        return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)

@@ -23,7 +23,7 @@ from tierstore.errors import (
     TransferTimeoutError,
 )
 from tierstore.flights import Flight, Flights
-from tierstore.plan import Move
+from tierstore.planning import Move
 from tierstore.residency import Ledger, Moving, Resident
 from tierstore.stats import Recorder
 from tierstore.striping import Striping

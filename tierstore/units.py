@@ -55,6 +55,11 @@ def _parse_bytes(value: object, *, least: int, multiple: int = 1) -> int | None:
     return int(count) if least <= count <= _MOST_BYTES and count % multiple == 0 else None
 
 
+def parse_bytes(value: object) -> int | None:
+    """Read a size such as 65536, 64MiB or 1.5GB, from 1 byte; None for what is none."""
+    return _parse_bytes(value, least=1)
+
+
 def _parse_size(text: str) -> int | None:
     # ByteSize reads a prefix ("64MiB, or so"), and bits ("64Mbit"); so the whole text is matched first.
     is_size = re.fullmatch(r"[0-9]{1,19}|[0-9]{1,19}(\.[0-9]{1,19})?\s*([kmgtpe]i?)?b", text.strip(), re.IGNORECASE)

@@ -12,14 +12,26 @@ import pytest
 import torch
 from typer import BadParameter
 
-from benchmarks import arithmetic, checkpoint, in_backward, page, retention, scaling, step_time, swap_latency
+from benchmarks import (
+    arithmetic,
+    checkpoint,
+    in_backward,
+    page,
+    predicted_vs_measured,
+    retention,
+    scaling,
+    step_time,
+    swap_latency,
+)
 from benchmarks.harness import Json, Plot, Quick, Report, VerificationError, command, fill, verify
 from benchmarks.harness.command import drawable
 from benchmarks.harness.rawdevice import RawDevice
 from benchmarks.harness.routes import Stage
 from benchmarks.memory import measure_here
 from benchmarks.retention_model import alternating, belady_hits, hits, play_ours
+from tierstore import calibrate
 from tierstore.build import Parts
+from tierstore.forecast import speeds
 from tierstore.transfer import Ticket, TransferEngine
 
 CHUNK = 16 << 10
@@ -75,6 +87,16 @@ class TestSmoke:
     def test_scaling_has_a_step_without_arithmetic_beside_each_step(self, tmp_path: Path) -> None:
         report = run(scaling.main, tmp_path, f"--folder={tmp_path}")
         assert all(row["python"] > 0 and row["chunks"] > 1 for table in report.tables for row in table.rows)
+
+    def test_plans_are_true_to_the_byte_and_stand_beside_what_steps_take(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(speeds, "_MEASURED_ELEMENTS", 1 << 14)
+        monkeypatch.setattr(calibrate, "MOST_SECONDS", 0.05)  # mostly too little: rates are assumed then
+        report = run(predicted_vs_measured.main, tmp_path, f"--folder={tmp_path}")
+        rows = report.tables[0].rows
+        assert len(rows) == 10 and all(row["predicted"] > 0 and row["measured"] > 0 for row in rows)
+        assert report.verified.startswith("what plans said of 8.7 MB")
 
     def test_memory_counts_what_is_reserved_of_each_tier(self, tmp_path: Path) -> None:
         found = measure_here("cpu+nvme", str(64 << 10), 1 << 15, 4, 16 << 10, [str(tmp_path)])

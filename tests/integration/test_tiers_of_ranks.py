@@ -19,8 +19,8 @@ from tests.integration.test_fsdp2 import sharded
 from tests.integration.tiny import CHUNK_BYTES, OPTIONS, TinyModel, assert_same_bits, fused, policy, tiered, train
 from tierstore import TieredAdamW
 from tierstore.errors import DiskFullError
+from tierstore.folders import disk_margin
 from tierstore.pressure import disk_space, host_memory
-from tierstore.swapfile import disk_margin
 
 MIB = 1 << 20
 

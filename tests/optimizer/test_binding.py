@@ -48,11 +48,11 @@ from tierstore.errors import (
     SwapError,
     WrongThreadError,
 )
+from tierstore.folders import disk_margin
 from tierstore.io import open_engine
 from tierstore.optimizer import TieredAdamW
 from tierstore.policy import TierPolicy
 from tierstore.pressure import DiskSpace
-from tierstore.swapfile import disk_margin
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
@@ -263,7 +263,7 @@ def test_a_capacity_beyond_the_disk_is_refused_at_construction(tmp_path: Path, u
 def test_state_beyond_the_disk_is_refused_at_construction_and_before_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.swapfile.disk_space", lambda place: DiskSpace(1 << 40, disk_margin(1 << 40) + MIB))
+    monkeypatch.setattr("tierstore.folders.disk_space", lambda place: DiskSpace(1 << 40, disk_margin(1 << 40) + MIB))
     with pytest.raises(DiskFullError, match=r"to at most 1048576 bytes"):
         TieredAdamW(seeded((200_000,)), policy=small_policy(tmp_path))
     (parameter,) = seeded((200_000,))
@@ -282,7 +282,7 @@ def test_rebinding_takes_over_the_disk_space_of_the_old_files(tmp_path: Path, mo
     train(optimizer, list(model.parameters()), [0])
     before = optimizer.store
     with monkeypatch.context() as patch:
-        patch.setattr("tierstore.swapfile.disk_space", lambda place: DiskSpace(1 << 40, 0))
+        patch.setattr("tierstore.folders.disk_space", lambda place: DiskSpace(1 << 40, 0))
         optimizer.check_fits(optimizer.param_groups)
         optimizer.add_param_group({"params": seeded((10,))})
     train(optimizer, list(model.parameters()), [1])

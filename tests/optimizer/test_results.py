@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.optimizer.cases import (
     KIB,
@@ -139,6 +141,20 @@ def test_results_are_spread_over_all_swap_folders(tmp_path: Path) -> None:
         saved = optimizer.state_dict()
         assert all(_mapped_bytes(folder) > 2 * MIB for folder in folders)
         assert float(saved["state"][5]["exp_avg"][-1]) == float(optimizer.state[parameters[5]]["exp_avg"][-1])
+
+
+def test_a_copy_of_an_optimizer_waits_for_its_tiers_in_a_file(tmp_path: Path) -> None:
+    """State larger than memory is copied without a moment in which all of it is there."""
+    parameters = seeded((70_000,))
+    optimizer = TieredAdamW(parameters, policy=small_policy(tmp_path))
+    train(optimizer, parameters, [0])
+    copies, twin = copy.deepcopy((parameters, optimizer))
+    assert _mapped_bytes(tmp_path) >= 2 * 4 * 70_000
+    for params, one in ((parameters, optimizer), (copies, twin)):
+        train(one, params, [1])
+    assert _mapped_bytes(tmp_path) == 0
+    assert torch.equal(parameters[0], copies[0])
+    assert torch.equal(optimizer.state[parameters[0]]["exp_avg"], twin.state[copies[0]]["exp_avg"])
 
 
 def _mapped_bytes(folder: Path) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from tierstore.build import Parts, Plant, plan_plant
 from tierstore.errors import DiskFullError
+from tierstore.folders import check_space, disk_margin
 from tierstore.io import Engine
 from tierstore.io import open_engine as real_engine
 from tierstore.placement import Room
@@ -19,7 +20,6 @@ from tierstore.policy import TierPolicy
 from tierstore.pressure import DiskSpace, HostMemory, disk_space
 from tierstore.rates import PathRates, Rates, SizeRates
 from tierstore.store import ChunkInfo
-from tierstore.swapfile import check_space, disk_margin
 from tierstore.tiers import FileTier
 
 TIB, MIB = 1 << 40, 1 << 20
@@ -41,8 +41,8 @@ def two_folders(tmp_path: Path) -> list[Path]:
 def two_disks(two_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Two folders made to look as if they were on disks of 1 TiB, with room for 100 and 300 MiB."""
     spaces = dict(zip(two_folders, [DiskSpace(TIB, disk_margin(TIB) + (n << 20)) for n in (100, 300)], strict=True))
-    monkeypatch.setattr("tierstore.swapfile._look_at", two_folders.index)
-    monkeypatch.setattr("tierstore.swapfile.disk_space", spaces.__getitem__)
+    monkeypatch.setattr("tierstore.folders._look_at", two_folders.index)
+    monkeypatch.setattr("tierstore.folders.disk_space", spaces.__getitem__)
     monkeypatch.setattr("tierstore.build.disk_space", spaces.__getitem__)
     return two_folders
 
@@ -94,7 +94,7 @@ def test_folders_on_one_filesystem_share_its_free_space(
 ) -> None:
     """Each half fits by itself, both together do not."""
     free = disk_margin(TIB) + 1000 * 4096
-    monkeypatch.setattr("tierstore.swapfile.disk_space", lambda place: DiskSpace(TIB, free))
+    monkeypatch.setattr("tierstore.folders.disk_space", lambda place: DiskSpace(TIB, free))
     check_space(dict.fromkeys(two_folders, 500 * 4096))
     with pytest.raises(DiskFullError) as caught:
         check_space(dict.fromkeys(two_folders, 501 * 4096))

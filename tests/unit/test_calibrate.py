@@ -16,6 +16,7 @@ from tests.fakes import PATIENCE_SECONDS, FaultyEngine
 from tierstore import calibrate
 from tierstore.calibrate import MOST_BYTES, find_rates, wait_within
 from tierstore.cores import available
+from tierstore.folders import disk_margin
 from tierstore.gauge import DEPTH, REQUEST_SIZES, Budget, measure_machine, measure_path
 from tierstore.io import Engine, Kind, Operation
 from tierstore.io.threads import ThreadsEngine
@@ -23,7 +24,7 @@ from tierstore.mapping import map_host_memory
 from tierstore.pressure import DiskSpace
 from tierstore.ratecache import RateCache
 from tierstore.rates import PathRates
-from tierstore.swapfile import SwapFile, disk_margin
+from tierstore.swapfile import SwapFile
 
 MIB = 1 << 20
 

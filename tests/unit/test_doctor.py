@@ -24,9 +24,9 @@ from tierstore.doctor.machine import (
 )
 from tierstore.doctor.swap import swap_findings
 from tierstore.errors import TransferError
+from tierstore.folders import FolderKind
 from tierstore.policy import NvmeTier, TierPolicy
 from tierstore.pressure import HostMemory
-from tierstore.swapfile import FolderKind
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -205,7 +205,7 @@ def test_machine_without_a_disk_for_swap_files_fails_only_who_asks_for_them(
 ) -> None:
     """The temporary folder is memory on many machines with nothing special."""
     monkeypatch.delenv("TIERSTORE_SWAP", raising=False)
-    monkeypatch.setattr("tierstore.swapfile.describe_folder", lambda folder: FolderKind.MEMORY)
+    monkeypatch.setattr("tierstore.folders.describe_folder", lambda folder: FolderKind.MEMORY)
     assert run("--calibrate", "--json") == 0
     assert levels(report(capsys), "swap") == ["warn"]
     policy = tmp_path / "policy.yaml"

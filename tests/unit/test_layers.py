@@ -15,9 +15,21 @@ PACKAGE = Path(tierstore.__file__).parent
 # A module imports only from groups above its own, and within a group only from names to its left.
 GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces", "history"),
-    "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "plan", "sparing"),
+    "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "planning", "sparing"),
     "do": (
-        *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "swapfile", "ratecache", "gauge"),
+        *(
+            "signals",
+            "cores",
+            "mapping",
+            "device",
+            "pages",
+            "pressure",
+            "io",
+            "folders",
+            "swapfile",
+            "ratecache",
+            "gauge",
+        ),
         *("calibrate", "tiers", "tickets", "lanes", "retries", "transfer"),
     ),
     "join": (
@@ -40,7 +52,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("tiered", "optimizer"),
     ),
     "front": (
-        *("", "output", "export", "demo", "doctor", "seen", "top", "report", "checkpoint_view", "checkpoint_commands"),
+        *(
+            "",
+            "output",
+            "export",
+            "demo",
+            "doctor",
+            "seen",
+            "top",
+            "report",
+            "forecast",
+            "checkpoint_view",
+            "checkpoint_commands",
+        ),
         *("cli", "__main__"),
     ),
 }

@@ -14,7 +14,7 @@ from tests.calls import calls_of
 from tests.simulator import RandomLife, Simulation
 from tierstore.errors import CapacityError, TransferError
 from tierstore.placement import ENOUGH_EXTENTS, PIPELINE_EXTENTS, Need, pipeline_needs, spread
-from tierstore.plan import (
+from tierstore.planning import (
     TRANSIT_EXTENTS,
     ChunkView,
     Move,

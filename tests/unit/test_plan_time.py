@@ -14,7 +14,7 @@ import pytest
 
 from tests.calls import calls_of
 from tierstore.placement import PIPELINE_EXTENTS, spread
-from tierstore.plan import ChunkView, Move, plan_step
+from tierstore.planning import ChunkView, Move, plan_step
 
 LINE = ("cpu", "nvme")
 STEPS = 6  # the last half of which is steady

@@ -6,7 +6,9 @@ import copy
 import math
 import os
 import pickle
+import random
 import re
+import time
 from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +34,7 @@ from tierstore.policy import (
     Watermarks,
 )
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 ALL_TIERS: dict[str, Any] = {"gpu": {}, "cpu": {}, "nvme": {}}
 
 
@@ -389,7 +392,7 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("tiers.gpu", SECTIONS, "allowed: a mapping with the keys device, capacity, required, watermarks"),
     ("tiers.cpu", SECTIONS, "allowed: a mapping with the keys capacity, pin_memory, watermarks"),
     ("tiers.cpu.watermarks", [*SECTIONS, None], "allowed: a mapping with the keys high, low"),
-    ("tiers.nvme", SECTIONS, "allowed: a mapping with the keys capacity, paths, io"),
+    ("tiers.nvme", SECTIONS, "allowed: a mapping with the keys capacity, paths, allow_shared_folder, io"),
     ("tiers.nvme.io", SECTIONS, "allowed: a mapping with the keys engine, threads, queue_depth"),
     ("state", SECTIONS, "allowed: a mapping with the keys master, moments"),
 ]
@@ -582,6 +585,13 @@ def test_aliases_that_stand_for_a_billion_elements_are_told_shortly(tmp_path):
     assert len(str(caught.value)) < 5000
 
 
+@pytest.mark.parametrize("endless", ["/dev/zero", None])
+def test_a_file_without_end_is_refused_before_it_fills_memory(tmp_path, endless):
+    path = endless or write(tmp_path, "# " + "x" * (1 << 20))
+    with pytest.raises(PolicyError, match=r"more than 1,048,576 characters"):
+        TierPolicy.load(path)
+
+
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "a\0b", ""])
 def test_file_that_cannot_be_opened_is_told(tmp_path, name):
     source = os.path.join(tmp_path, name) if name else name
@@ -729,9 +739,52 @@ def test_any_mapping_loads_or_raises_a_policy_error(mapping, tiers):
     assert all(line.startswith("policy: ") for line in problem.split("\n") if problem)
 
 
+any_file = st.text() | json_like.map(yaml.safe_dump) | json_mappings.map(yaml.safe_dump) | st.binary()
+
+
 @settings(deadline=None)
-@given(st.text() | json_like.map(yaml.safe_dump) | json_mappings.map(yaml.safe_dump) | st.binary())
+@given(any_file)
 def test_any_file_loads_or_raises_a_policy_error(tmp_path_factory, text):
     path = write(tmp_path_factory.mktemp("fuzz"), text.encode(errors="replace") if isinstance(text, str) else text)
     problem = problem_of(path)
     assert not problem or problem.startswith(f"{path}: ")
+
+
+FUZZ_SECONDS = 60.0
+
+
+@pytest.mark.long
+def test_a_minute_of_damaged_files_loads_or_raises_policy_errors(tmp_path):
+    """Every shipped policy, with bytes of it changed, cut out, repeated and put elsewhere."""
+    randomness, count = random.Random(5), 0
+    sources = [file.read_bytes() for file in sorted(CONFIGS.glob("*.yaml"))]
+    ends = time.monotonic() + FUZZ_SECONDS
+    while time.monotonic() < ends:
+        text = bytearray(randomness.choice(sources))
+        for _ in range(randomness.randint(1, 8)):
+            damage(text, randomness)
+        path = write(tmp_path, bytes(text))
+        problem = problem_of(path)
+        assert not problem or problem.startswith(f"{path}: ")
+        count += 1
+    print(f"{count} files tried")
+
+
+def damage(text, randomness):
+    """Change some bytes of a file."""
+    begin = randomness.randrange(len(text) + 1)
+    piece = text[begin : begin + randomness.randint(0, 40)]
+    match randomness.randrange(5):
+        case 0:
+            text[begin : begin + len(piece)] = b""
+        case 1:
+            text[begin:begin] = piece * randomness.randint(1, 50)
+        case 2:
+            text[begin:begin] = randomness.randbytes(randomness.randint(1, 4))
+        case 3:
+            text[begin:begin] = randomness.choice(
+                [b"&a ", b"*a", b"!!python/object:os.system ", b"{", b"[", b": ", b"<<: "]
+            )
+        case 4:
+            other = randomness.randrange(len(text) + 1)
+            text[other:other] = piece

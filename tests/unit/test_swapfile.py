@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -15,13 +16,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.conftest import mounted
-from tierstore import swapfile
+from tierstore import TieredStore, swapfile
 from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
-from tierstore.swapfile import FolderKind, SwapFile, describe_folder, disk_margin, swap_folders
+from tierstore.folders import FolderKind, describe_folder, disk_margin, swap_folders
+from tierstore.swapfile import SwapFile
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -410,6 +413,38 @@ def test_planted_name_is_not_used(
     with pytest.raises(SwapError, match=r"set tiers\.nvme\.paths to another"):
         SwapFile(tmp_path, direct=None)
     assert (victim.read_bytes(), name.exists()) == (b"precious", True)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o702])
+@pytest.mark.parametrize("by", ["name", "symlink", "variable"])
+def test_folder_in_which_any_user_may_rename_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, by: str
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    paths: Any = [folder]
+    if by == "symlink":
+        (tmp_path / "link").symlink_to("shared")
+        paths = [tmp_path / "link"]
+    elif by == "variable":
+        monkeypatch.setenv("TIERSTORE_SWAP", str(folder))
+        paths = "auto"
+    with pytest.raises(
+        SwapError, match=rf"mode {mode:o}\): chmod \+t it, .* set tiers\.nvme\.allow_shared_folder to true"
+    ):
+        swap_folders(paths)
+    assert swap_folders(paths, allows_shared=True)
+    folder.chmod(mode | stat.S_ISVTX)
+    assert swap_folders(paths)
+
+
+@pytest.mark.parametrize("allows", [False, True])
+def test_the_policy_says_whether_a_shared_folder_will_do(tmp_path: Path, allows: bool) -> None:
+    tmp_path.chmod(0o777)
+    policy = {"tiers": {"nvme": {"paths": [tmp_path], "capacity": "1MiB", "allow_shared_folder": allows}}}
+    with contextlib.nullcontext() if allows else pytest.raises(SwapError, match="every user"):
+        TieredStore(policy).close()
 
 
 def test_folder_may_be_a_symlink(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.unit.reserving import Meeting, Together
+from tierstore.folders import disk_margin
 from tierstore.pressure import disk_space
-from tierstore.swapfile import SwapFile, disk_margin
+from tierstore.swapfile import SwapFile
 
 MIB = 1 << 20
 BOOKKEEPING_BYTES = 64 << 10

@@ -19,7 +19,7 @@ from tierstore.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from tierstore.plan import Move, Reason
+from tierstore.planning import Move, Reason
 from tierstore.residency import Ledger, Moving, Resident
 from tierstore.tiers import MemoryTier
 from tierstore.traffic import Traffic

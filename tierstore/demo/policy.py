@@ -13,8 +13,8 @@ from typing import Any
 
 from tierstore.demo.options import Options
 from tierstore.errors import PolicyError, SwapError
+from tierstore.folders import FolderKind, describe_folder, swap_folders
 from tierstore.policy import TIER_NAMES, TierPolicy
-from tierstore.swapfile import FolderKind, describe_folder, swap_folders
 from tierstore.units import MIN_CHUNK_BYTES
 
 CHUNKS = 64

@@ -10,9 +10,10 @@ from tierstore.calibrate import wait_within
 from tierstore.demo.words import size
 from tierstore.doctor.finding import Finding, fail, ok, warn
 from tierstore.errors import TierstoreError
+from tierstore.folders import FolderKind, check_space, describe_folder, disk_margin, swap_folders
 from tierstore.policy import NvmeTier, TierPolicy
 from tierstore.pressure import disk_space, mount_of
-from tierstore.swapfile import FolderKind, SwapFile, check_space, describe_folder, disk_margin, swap_folders
+from tierstore.swapfile import SwapFile
 
 PATIENCE_SECONDS = 5.0
 """How long a folder may take to answer."""
@@ -28,7 +29,7 @@ def folders_of(policy: TierPolicy, *, is_asked_for: bool) -> tuple[list[Path], l
     if nvme is None:
         return [], []
     try:
-        return swap_folders(nvme.paths), []
+        return swap_folders(nvme.paths, allows_shared=nvme.allow_shared_folder), []
     except TierstoreError as error:
         text = getattr(error, "strerror", None) or str(error)
         tell = fail if is_asked_for else warn
