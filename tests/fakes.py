@@ -96,7 +96,7 @@ class FaultyEngine(ThreadsEngine):
         self._control = threading.Condition()
         self._faults: list[_Fault] = []
         self._lies: list[_Fault] = []
-        self._spoilt: list[tuple[_Fault, set[tuple[str, Kind, int]]]] = []  # and where each has struck
+        self._spoilt: list[tuple[_Fault, set[tuple[int, Kind, int]]]] = []  # and where each has struck
         self._broken: dict[str, tuple[int, Kind | None]] = {}
         self._most_bytes: int | None = None
         self._to_hold: list[_Fault] = []
@@ -187,7 +187,7 @@ class FaultyEngine(ThreadsEngine):
 
     def _strikes_again(self, request: Request) -> int | None:
         operation = request.operation
-        place = operation.path, operation.kind, operation.offset + request.start
+        place = operation.fd, operation.kind, operation.offset + request.start
         for folder, (code, kind) in self._broken.items():
             if operation.path.startswith(folder) and kind in (None, operation.kind):
                 return code

@@ -42,7 +42,7 @@ def test_a_fault_at_any_call_of_a_step_is_survived_or_reported(
     assert outcomes.total() > 10 // stride
     if not lasts or kind is Kind.WRITE or fault == "short":
         assert set(outcomes) == {"survived"}
-    print(f"injected: {tiers}, {kind.value}, {fault}, {'for good' if lasts else 'once'}: {dict(outcomes)}, lost 0")
+    print(f"injected: {tiers}, {kind.value}, {fault}, {'for good' if lasts else 'once'}: {dict(outcomes)}")
 
 
 def _outcomes(folder: Path, tiers: str, stride: int, fault: str, kind: Kind, lasts: bool) -> Iterator[str]:
