@@ -417,9 +417,10 @@ def test_a_lamb_step_that_breaks_off_on_either_visit_is_told_and_can_be_made_goo
     train(undisturbed, theirs, range(3))
     saved, weights = optimizer.state_dict(), [p.detach().clone() for p in mine]
     optimizer.store.wait()
-    engines[0].fail(nth=nth, kind=Kind.READ)
+    engines[0].spoil(nth=nth, kind=Kind.READ)
     with pytest.raises(TransferError):
         train(optimizer, mine, range(2, 3))
+    engines[0].heal()
     if optimizer.store.broken_off is not None:
         with pytest.raises(FailedStepError, match="load_state_dict"):
             optimizer.step()

@@ -190,7 +190,7 @@ def test_what_was_handed_out_before_a_step_that_broke_off_is_read_anew_after_it(
         train(optimizer, parameters, range(2))
         held = [optimizer.state[p]["exp_avg"] for p in parameters]
         before = [one.clone() for one in held]
-        engines[0].fail(nth=3, kind=Kind.READ)
+        engines[0].spoil(nth=3, kind=Kind.READ)
         with pytest.raises(TransferError):
             train(optimizer, parameters, range(2, 3))
         assert optimizer.store.broken_off

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.unit.conftest import mounted
-from tierstore import TieredStore, swapfile
+from tierstore import TieredStore, folders, swapfile
 from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
 from tierstore.folders import FolderKind, describe_folder, disk_margin, swap_folders
 from tierstore.swapfile import SwapFile
@@ -457,7 +457,7 @@ def test_folder_may_be_a_symlink(tmp_path: Path) -> None:
 def test_memory_and_network_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: FolderKind, word: str
 ) -> None:
-    monkeypatch.setattr(swapfile, "describe_folder", lambda folder: kind)
+    monkeypatch.setattr(folders, "describe_folder", lambda folder: kind)
     with pytest.warns(UserWarning, match=rf"{word}.*tiers\.nvme\.paths") as caught:
         SwapFile(tmp_path, direct=None).close()
     assert [warning.filename for warning in caught] == [__file__]
@@ -465,7 +465,7 @@ def test_memory_and_network_are_warned_of(
 
 def test_warning_made_an_error_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(swapfile, "describe_folder", lambda folder: FolderKind.MEMORY)
+    monkeypatch.setattr(folders, "describe_folder", lambda folder: FolderKind.MEMORY)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning):
@@ -474,7 +474,7 @@ def test_warning_made_an_error_leaves_no_descriptor(tmp_path: Path, monkeypatch:
 
 
 def test_disk_is_not_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapfile, "describe_folder", lambda folder: FolderKind.DISK)
+    monkeypatch.setattr(folders, "describe_folder", lambda folder: FolderKind.DISK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SwapFile(tmp_path, direct=None).close()
@@ -555,7 +555,7 @@ def test_auto_takes_the_variable_first(tmp_path: Path, monkeypatch: pytest.Monke
 def test_auto_takes_the_temporary_folder_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIERSTORE_SWAP", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(swapfile, "describe_folder", lambda folder: FolderKind.DISK)
+    monkeypatch.setattr(folders, "describe_folder", lambda folder: FolderKind.DISK)
     assert swap_folders("auto") == [tmp_path]
 
 
@@ -566,7 +566,7 @@ def test_auto_never_takes_memory_or_a_network(
     """`/tmp` is RAM on many machines."""
     monkeypatch.delenv("TIERSTORE_SWAP", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(swapfile, "describe_folder", lambda folder: kind)
+    monkeypatch.setattr(folders, "describe_folder", lambda folder: kind)
     with pytest.raises(SwapError, match=r"set tiers\.nvme\.paths, or the variable TIERSTORE_SWAP") as caught:
         swap_folders("auto")
     assert caught.value.filename == str(tmp_path)

@@ -20,6 +20,7 @@ from tests.trial import CHUNKS, Trial, WrongBytesError
 from tierstore.device import Event
 from tierstore.flights import Flight
 from tierstore.lanes import Lane
+from tierstore.residency import Resident
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup
 from tierstore.tiers import MemoryTier, Tier
@@ -190,7 +191,12 @@ def without_making_a_chunk_waiting_for_its_extent(patch: pytest.MonkeyPatch) -> 
 
 def without_draining(patch: pytest.MonkeyPatch) -> None:
     give_up = Traffic.give_up
-    patch.setattr(Traffic, "give_up", lambda traffic, place, last_use: give_up(traffic, place, None))
+
+    def hasty(traffic: Traffic, chunk: int, place: Resident) -> None:
+        traffic.last_use.pop(chunk, None)
+        give_up(traffic, chunk, place)
+
+    patch.setattr(Traffic, "give_up", hasty)
 
 
 def without_drain_asking_the_event(patch: pytest.MonkeyPatch) -> None:
