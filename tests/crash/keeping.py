@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tierstore.errors import IncompleteCheckpointError, NoCheckpointError
+from tierstore.errors import NoCheckpointError
 from tierstore.optimizer import TieredAdamW
 
 
@@ -20,6 +20,6 @@ def load(folder: Path, model: nn.Module, optimizer: TieredAdamW) -> dict[str, An
     """Load the checkpoint, whatever a kill has left beside it; None, and nothing loaded, if there is none."""
     try:
         extra: dict[str, Any] = optimizer.load_checkpoint(folder / "newest", model)
-    except (NoCheckpointError, IncompleteCheckpointError):  # the first one was never finished
+    except NoCheckpointError:  # or the first one was never finished
         return None
     return extra

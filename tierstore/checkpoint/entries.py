@@ -131,7 +131,7 @@ def _problem(entry: Entry) -> str | None:
     for dtype in (entry.dtype, *entry.fields.values()):
         if not is_storable(dtype):
             return f"{dtype} cannot be stored"
-    if wrong := [name for name in entry.fields if not _FIELD_NAME.fullmatch(name)]:
+    if wrong := [name for name in entry.fields if not (isinstance(name, str) and _FIELD_NAME.fullmatch(name))]:
         return f"{wrong[0]!r} cannot be a field's name: letters, digits and _, at most 64 of them"
     is_number = isinstance(entry.step, int | float) and not isinstance(entry.step, bool)
     if entry.step is not None and not (is_number and 0 <= entry.step < math.inf):

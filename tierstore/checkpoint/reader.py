@@ -6,6 +6,7 @@ Holds the folder, so that it can be read to the end when it is replaced meanwhil
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import OrderedDict
@@ -257,10 +258,7 @@ def _open(path: str) -> Tree:
     if not os.path.lexists(path):
         left = unfinished_beside(path)
         hint = f"; {left[0]} beside it was never finished, and cannot be loaded" if left else ""
-        kind = IncompleteCheckpointError if left else None
-        if kind is not None:
-            raise kind(f"there is no checkpoint at {path}{hint}")
-        raise NoCheckpointError(2, "there is no checkpoint", path)
+        raise NoCheckpointError(errno.ENOENT, f"there is no checkpoint{hint}", path)
     tree = Tree(path)
     if not tree.has(METADATA):
         tree.close()
