@@ -84,8 +84,9 @@ class WriteBehind:
         began = time.perf_counter()
         with self._changed:
             if not self._free and self._made < BUFFERS:
+                buffer = map_host_memory(self._buffer_bytes)
                 self._made += 1
-                return map_host_memory(self._buffer_bytes), 0.0
+                return buffer, 0.0
             self._changed.wait_for(lambda: bool(self._free))
             buffer, written = self._free.pop(), self.written_bytes
         self.tell(written)

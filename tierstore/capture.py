@@ -91,7 +91,11 @@ class Capture:
             self._chunks.clear()
             behind.complete()
             return
-        buffer, waited = behind.wait_for_buffer()
+        try:
+            buffer, waited = behind.wait_for_buffer()
+        except Exception as error:  # no memory for one: this save ends, training goes on
+            self._give_up(error)
+            return
         self._store.count_write_wait(waited)
         try:
             fill(chunk, buffer)

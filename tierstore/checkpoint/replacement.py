@@ -227,6 +227,8 @@ def _put_out_of_use(path: str, files: Files) -> bool:
     if lock is None:
         return False
     try:
+        if not lock.is_of(path):  # another save has put a new one there meanwhile
+            return False
         parent, name = os.path.split(path)
         left = f"{parent}/.{name}.tierstore-{secrets.token_hex(8)}"
         files.rename(path, left)  # at once under a name that nobody loads

@@ -142,8 +142,15 @@ class Writer:
         root = group_document(root_now(counts, self._header, self._extra).to_attributes())
         self._files.create(f"{self._site.path}/{METADATA}", dump("the metadata", consolidated(root, self._nodes)))
         self._sync()
+        built = os.stat(self._site.path)
         with deferred():
-            replace(self._site, self._files)
+            try:
+                replace(self._site, self._files)
+            except BaseException:
+                if not _is_still(self._site.path, built):  # it stands at its path; what stood there is kept beside it
+                    self._is_open = False
+                    self._release()
+                raise
             self._is_open = False
         self._release()
         if keep_last is not None:
@@ -215,3 +222,11 @@ class Writer:
 def as_bytes(values: Tensor) -> Tensor:
     """View a 1-D CPU tensor as its bytes, or those of a copy if its elements do not lie side by side."""
     return values.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+
+
+def _is_still(path: str, built: os.stat_result) -> bool:
+    """Whether what was built is still where it was built."""
+    try:
+        return os.path.samestat(os.stat(path), built)
+    except OSError:
+        return False
