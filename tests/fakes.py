@@ -25,7 +25,7 @@ from tierstore.build import Parts
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.writer import Writer
 from tierstore.device import Device, Event, HostDevice
-from tierstore.errors import TransferError
+from tierstore.errors import CheckpointFileError, TransferError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Progress, Request
 from tierstore.io.threads import ThreadsEngine
 from tierstore.mapping import map_host_memory
@@ -742,6 +742,21 @@ class EndingFiles(Files):
 
     def exchange(self, one: str, other: str) -> bool:
         return self.can_exchange and super().exchange(one, other)
+
+
+class UnsyncedFiles(Files):
+    """Cannot sync a folder any more once names have changed in it."""
+
+    has_exchanged = False
+
+    def exchange(self, one: str, other: str) -> bool:
+        self.has_exchanged = super().exchange(one, other)
+        return self.has_exchanged
+
+    def sync(self, path: str) -> None:
+        if self.has_exchanged:
+            raise CheckpointFileError(errno.EIO, "Input/output error", path)
+        super().sync(path)
 
 
 class RecordingFiles(Files):

@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes import KILLED, EndingFiles
+from tests.fakes import KILLED, EndingFiles, UnsyncedFiles
 from tests.unit.test_checkpoint import load, save
 from tierstore.checkpoint import Reader, Writer
 from tierstore.checkpoint.files import Files
-from tierstore.errors import CheckpointValueError, IncompleteCheckpointError, NoCheckpointError
+from tierstore.errors import (
+    CheckpointFileError,
+    CheckpointValueError,
+    IncompleteCheckpointError,
+    NoCheckpointError,
+)
 
 OLD, NEW = torch.full((5,), 1.0), torch.full((5,), 2.0)
 
@@ -85,6 +90,19 @@ def test_a_crash_in_the_first_save_leaves_the_new_one_or_none_that_is_loaded(tmp
         "unfinished",
         "new",
     ]
+
+
+def test_a_sync_that_fails_after_names_have_changed_keeps_both_until_the_next_save(tmp_path: Path) -> None:
+    """After a power loss either may be what has the name; so neither may have been removed."""
+    save(tmp_path / "c", OLD)
+    with pytest.raises(CheckpointFileError):
+        save(tmp_path / "c", NEW, files=UnsyncedFiles())
+    (beside,) = set(os.listdir(tmp_path)) - {"c"}
+    for name, values in (("c", NEW), (beside, OLD)):
+        with Reader(tmp_path / name) as reader:
+            assert load(reader).equal(values)
+    save(tmp_path / "c", NEW)
+    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_an_unfinished_checkpoint_is_named_as_such(tmp_path: Path) -> None:
