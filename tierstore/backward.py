@@ -120,6 +120,8 @@ class InBackward:
         if self._arrivals and (backward != self._backward or key in self._arrivals):
             self._refuse_what_was_not_stepped("a second backward")
         _refuse_what_is_reduced_later(parameter)
+        # the update tells autograd nothing; a graph that has kept the weight for later must not find another one
+        torch.autograd.graph.increment_version(parameter)
         arrival = Arrival.of(parameter, self._device_of_gradients())
         with self._changed:
             if not self._arrivals:

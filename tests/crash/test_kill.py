@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.crash.conftest import Disk
-from tests.crash.training import MODES, Appointment, Board, live
+from tests.crash.training import BESIDE, MODES, Appointment, Board, live
 from tests.optimizer.cases import same_bits
 from tests.processes import Child, call
 
@@ -61,6 +61,7 @@ def test_runs_survive_a_hundred_kills(disk: Disk, seed: int, capsys: pytest.Capt
     killed = survived_in_all_modes(disk, 100, seed=seed, capsys=capsys)
     assert killed.total() == 100
     assert all(killed[phase] >= 15 for phase in PHASES), killed
+    assert killed[BESIDE] >= 4, killed
 
 
 def survived_in_all_modes(disk: Disk, kills: int, *, seed: int, capsys: pytest.CaptureFixture[str]) -> Counter[str]:
@@ -68,8 +69,10 @@ def survived_in_all_modes(disk: Disk, kills: int, *, seed: int, capsys: pytest.C
     chance, killed, runs = random.Random(seed), Counter[str](), 0
     while killed.total() < kills:
         count = min(5 if kills > 10 else 2, kills - killed.total())
-        plan = [(PHASES[(killed.total() + number) % 3], chance.random() < 0.6) for number in range(count)]
-        killed += survived(disk, list(MODES)[runs % len(MODES)], plan, chance)
+        mode = list(MODES)[runs % len(MODES)]
+        phases = PHASES if MODES[mode].waits else (BESIDE, *PHASES)
+        plan = [(phases[(runs + number) % len(phases)], chance.random() < 0.6) for number in range(count)]
+        killed += survived(disk, mode, plan, chance)
         runs += 1
     with capsys.disabled():
         where = ", ".join(f"{count} in {phase}" for phase, count in sorted(killed.items()))
@@ -89,15 +92,17 @@ def survived(disk: Disk, mode: str, plan: list[tuple[str, bool]], chance: random
             nth = chance.randint(1, max(1, whole.calls[phase] // (1 if phase == "binding" else 3)))
             moment = chance.uniform(0.0, 0.8 * whole.seconds)
             with Child(live, folder, mode, Appointment(phase, nth) if is_at_call else None) as life:
-                is_over = life.is_over_within(60.0 if is_at_call else moment)
+                life.is_over_within(60.0 if is_at_call else moment)
                 life.kill()
-            if is_over and life.wait() != -signal.SIGKILL:
-                break  # it ended before its time had come
-            killed[Board(folder / "board").phase] += 1
+                if life.wait() != -signal.SIGKILL:
+                    break  # it ended before its time had come
+            killed[Board(folder / "board").doing] += 1
             assert_nothing_is_left(disk, folder)
         call(live, folder, mode, None)
         assert_same(torch.load(folder / "outcome"), whole.outcome)
         assert_nothing_is_left(disk, folder)
+        kept = [path.name for path in folder.iterdir() if not path.name.startswith("swap-")]
+        assert sorted(kept) == ["board", "newest", "outcome"]  # the next save has removed what dead writers left
     return killed
 
 

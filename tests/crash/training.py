@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.crash import keeping
+from tierstore.checkpoint.writer import Writer
 from tierstore.optimizer import TieredAdamW
 
 STEPS = 12
@@ -31,6 +32,9 @@ CHUNK = 16 * KIB
 
 PHASES = ("between", "binding", "step", "checkpoint", "over")
 """What a run can be doing; `binding` includes taking up a checkpoint, `between` is the model's own work."""
+
+BESIDE = "beside"
+"""What it is doing too while a checkpoint is written beside it, in `between` and `step`."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,20 @@ class Board:
         self._bytes[0] = PHASES.index(name)
 
     @property
+    def doing(self) -> str:
+        """The phase, or that a checkpoint is written beside it."""
+        return BESIDE if self.is_writing and self.phase in ("between", "step") else self.phase
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is, or was, begun and neither there nor given up."""
+        return bool(self._bytes[2])
+
+    @is_writing.setter
+    def is_writing(self, is_writing: bool) -> None:
+        self._bytes[2] = is_writing
+
+    @property
     def kept(self) -> int:
         """The last step of which a checkpoint was written for certain."""
         return self._bytes[1]
@@ -100,7 +118,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Appointment:
-    """At its `nth` call of a phase the run gets a signal: 0 for none."""
+    """At its `nth` call of a phase, or of a step beside which a checkpoint is written, the run gets a signal."""
 
     phase: str
     nth: int
@@ -112,7 +130,7 @@ class Watch:
 
     def __init__(self, board: Board, appointment: Appointment | None) -> None:
         self.board = board
-        self.calls = dict.fromkeys(PHASES, 0)
+        self.calls = dict.fromkeys((*PHASES, BESIDE), 0)
         self.appointment = appointment
         self.run: Any = None
 
@@ -128,12 +146,12 @@ class Watch:
             self.board.phase = before
 
     def _count(self, frame: FrameType, event: str, what: object) -> None:
-        name = self.board.phase
-        self.calls[name] += 1
-        wanted = self.appointment
-        if wanted is not None and wanted.phase == name and self.calls[name] == wanted.nth:
-            self.appointment = None
-            os.kill(os.getpid(), wanted.number)
+        for name in {self.board.phase, self.board.doing}:
+            self.calls[name] += 1
+            wanted = self.appointment
+            if wanted is not None and wanted.phase == name and self.calls[name] == wanted.nth:
+                self.appointment = None
+                os.kill(os.getpid(), wanted.number)
 
 
 class Run:
@@ -148,7 +166,7 @@ class Run:
         self.position = 0
         with watch.phase("binding"):
             policy = mode.policy(folder)
-            self.optimizer = TieredAdamW(self.model.named_parameters(), lr=1e-3, policy=policy)
+            self.optimizer = _telling(watch.board)(self.model.named_parameters(), lr=1e-3, policy=policy)
             extra = keeping.load(folder, self.model, self.optimizer)
             if extra is not None:
                 self.position = int(extra["position"])
@@ -191,10 +209,25 @@ class Run:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
 
 
+def _telling(board: Board) -> type[TieredAdamW]:
+    """An optimizer whose checkpoints are on the board from the first byte until they are there or given up."""
+
+    class TellingWriter(Writer):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            board.is_writing = True
+            super().__init__(*arguments, **options)
+
+        def close(self) -> None:
+            super().close()
+            board.is_writing = False
+
+    return type("Telling", (TieredAdamW,), {"open_writer": TellingWriter})
+
+
 def live(folder: Path, mode: str, appointment: Appointment | None) -> dict[str, int]:
     """Train to the end, from the newest checkpoint if there is one; return how many calls each phase has made."""
     watch = Watch(Board(folder / "board"), appointment)
-    watch.board.phase = "between"
+    watch.board.phase, watch.board.is_writing = "between", False
     run = Run(folder, MODES[mode], watch)
     run.go_on()
     torch.save(run.outcome(), folder / "outcome")

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -382,6 +383,28 @@ def test_short_and_interrupted_transfers_are_continued(engine: Engine, file: int
     assert begin(engine, kind, file, 3, buffer).wait() is None
     assert (bytes(buffer), os.pread(file, 10_001, 3)) == (content, content)
     assert len(heard) == len(lies) + 1
+
+
+def test_how_long_to_wait_is_a_time_at_every_line_of_a_request_that_begins_and_ends(name: str, file: int) -> None:
+    """Asked between the lines by which a worker counts a request, an engine said: for ever, which no wait takes."""
+    asked: list[float | None] = []
+
+    def ask(frame: FrameType, event: str, _: object) -> Any:
+        if event == "call" and frame.f_code.co_name not in ("begin_request", "end_request"):
+            return None
+        asked.append(engine.seconds_left())
+        return ask
+
+    threading.settrace(ask)
+    try:
+        engine = open_or_skip(name)
+        engine.timeout_seconds = 60.0
+        assert write(engine, file, 0, noise(4 * REQUEST)) is None
+        engine.close()
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    assert len(asked) > 4 * 8
+    assert all(left is None or 0.0 <= left <= PATIENCE_SECONDS for left in asked)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

@@ -95,8 +95,8 @@ class Progress:
                 return False
             if not request.has_begun:
                 request.has_begun = True
-                self.running += 1
                 self.began_seconds = min(self.began_seconds, now)
+                self.running += 1  # last: who sees that it runs, without the lock, finds since when
             return True
 
     def end_request(self, request: Request) -> Ending:
