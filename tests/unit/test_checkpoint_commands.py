@@ -163,7 +163,10 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, capsys: pytest.C
     save(tmp_path / "c", torch.zeros(3))
     assert run(capsys, "convert", tmp_path / "t.pt", tmp_path / "new")[0] == 2
     assert run(capsys, "convert", tmp_path / "c", tmp_path / "folder")[0] == 2
+    (tmp_path / "mine").write_text("precious")
+    status, _, error = run(capsys, "convert", tmp_path / "c", tmp_path / "mine")
+    assert status == 2 and "exists: name a new file" in error and (tmp_path / "mine").read_text() == "precious"
     assert run(capsys, "convert", tmp_path / "c", tmp_path / "no/such/folder.pt")[0] == 2
-    assert sorted(os.listdir(tmp_path)) == ["c", "folder", "t.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["c", "folder", "mine", "t.pt"]
     with Reader(tmp_path / "c") as reader:
         assert len(reader.entries("params")) == 1

@@ -105,6 +105,13 @@ def test_a_sync_that_fails_after_names_have_changed_keeps_both_until_the_next_sa
     assert os.listdir(tmp_path) == ["c"]
 
 
+def test_a_save_that_fails_is_never_taken_for_a_checkpoint_that_is_not_there_yet(tmp_path: Path) -> None:
+    """A loop that starts afresh where there is none must not go on without checkpoints."""
+    with pytest.raises(CheckpointFileError, match=r"make the folder .*/missing first") as caught:
+        save(tmp_path / "missing" / "c", NEW)
+    assert not isinstance(caught.value, NoCheckpointError)
+
+
 def test_an_unfinished_checkpoint_is_named_as_such(tmp_path: Path) -> None:
     save_killed(tmp_path / "b", 5, True)
     with pytest.raises(NoCheckpointError, match=r"\.b\.tierstore-[0-9a-f]* beside it was never finished"):

@@ -49,8 +49,8 @@ def to_torch(source: Source, target: str | os.PathLike[str], *, tell: Tell) -> N
     A checkpoint of one of them alone, without anything kept beside it, becomes that state dict itself.
     """
     path = os.path.realpath(target)
-    if os.path.isdir(path):
-        raise CheckpointValueError(f"{path} is a folder: name a file")
+    if os.path.lexists(path):  # which may be anything
+        raise CheckpointValueError(f"{path} exists: name a new file, or remove it")
     results = Results(GRANTED_BYTES, Path(path).parent)
     content: dict[str, Any] = {}
     if "param_groups" in source.header or source.entries("params"):
@@ -72,7 +72,7 @@ def to_arrays(source: Source, target: str | os.PathLike[str], *, tell: Tell) -> 
     path = os.path.realpath(target)
     if os.path.lexists(path):
         raise CheckpointValueError(f"{path} exists: name a new folder")
-    with told(path, "the folder cannot be made"):
+    with told(path, "the folder cannot be made", makes=True):
         os.mkdir(path)
     group = zarr.create_group(path, attributes={"format": ND_FORMAT, "header": dict(source.header)})
     for section in SECTIONS:
@@ -166,7 +166,7 @@ def _write_torch(path: str, content: Any) -> None:
     files = Files()
     beside = f"{path}.{secrets.token_hex(4)}"
     try:
-        with told(path, "the file cannot be written"), open(beside, "xb") as file:
+        with told(path, "the file cannot be written", makes=True), open(beside, "xb") as file:
             torch.save(content, file)
         files.sync(beside)
         files.rename(beside, path)

@@ -30,8 +30,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
-def told(path: str, what: str) -> Iterator[None]:
-    """Raise what the system refuses as a CheckpointFileError: `what` cannot be done to `path`."""
+def told(path: str, what: str, *, makes: bool = False) -> Iterator[None]:
+    """Raise what the system refuses as a CheckpointFileError: `what` cannot be done to `path`.
+
+    What is not there is a NoCheckpointError, unless it was to be made: then it is the folder around it that is missing.
+    """
     try:
         yield
     except OSError as error:
@@ -39,7 +42,9 @@ def told(path: str, what: str) -> Iterator[None]:
         reason = f"{what}: {os.strerror(code)}"
         if code in _ADVICE:
             reason += f" ({_ADVICE[code]})"
-        kind = NoCheckpointError if code == errno.ENOENT else CheckpointFileError
+        if makes and code == errno.ENOENT:
+            reason += f" (make the folder {os.path.dirname(path)} first)"
+        kind = NoCheckpointError if code == errno.ENOENT and not makes else CheckpointFileError
         raise kind(code, reason, path) from error
 
 
@@ -48,19 +53,19 @@ class Files:
 
     def make_folder(self, path: str) -> None:
         """Make one folder in one that exists."""
-        with told(path, "the folder cannot be made"):
+        with told(path, "the folder cannot be made", makes=True):
             os.mkdir(path)
 
     def create(self, path: str, content: bytes) -> None:
         """Write a new file, whole."""
-        with told(path, "the file cannot be written"):
+        with told(path, "the file cannot be written", makes=True):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             with contextlib.closing(_Descriptor(fd)):
                 _write_all(fd, content, 0)
 
     def reserve(self, path: str, nbytes: int) -> None:
         """Make a new file with so much room reserved; with 0, an empty one."""
-        with told(path, f"{nbytes:,} bytes cannot be reserved for the file"):
+        with told(path, f"{nbytes:,} bytes cannot be reserved for the file", makes=True):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             with contextlib.closing(_Descriptor(fd)):
                 if nbytes:
@@ -68,7 +73,7 @@ class Files:
 
     def put(self, path: str, content: Any, offset: int, *, direct: bool) -> None:
         """Write a buffer into a file that exists. `direct`: its address, length and offset are multiples of 4096."""
-        with told(path, "the file cannot be written"):
+        with told(path, "the file cannot be written", makes=True):
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
             with contextlib.closing(_Descriptor(fd)):
                 _write_all(fd, content, offset)
