@@ -12,11 +12,10 @@ from typing import Annotated
 
 import typer
 
-from tierstore.errors import TierstoreError
-from tierstore.output import check_target, error_text
+from tierstore.output import check_target, exit_status_of
 
-SOUND, DIFFERENT, FAILED, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses: nothing is wrong; something is, or differs; it cannot be carried out; Ctrl-C."""
+SOUND, DIFFERENT = 0, 1
+"""Exit statuses: nothing is wrong; something is, or differs. Others are those of every command."""
 
 app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, verify, compare and convert them.")
 
@@ -114,13 +113,10 @@ def convert(
 
 
 def _run(work: Callable[[], int], json: str | None) -> int:
-    """Do it; tell an error of tierstore's in one message."""
-    try:
+    """Do it, if what it finds can be written where `json` says."""
+
+    def checked() -> int:
         check_target(json)
         return work()
-    except TierstoreError as error:
-        typer.echo(f"error: {error_text(error)}", err=True)
-        return FAILED
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
+
+    return exit_status_of(checked)

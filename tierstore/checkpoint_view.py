@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_format
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from rich.tree import Tree
 
 from tierstore.checkpoint.convert import to_arrays, to_checkpoint, to_torch
 from tierstore.checkpoint.entries import SECTIONS, Entry, node_name
-from tierstore.checkpoint.examine import Source, Tell, Values, differences, problems, total_bytes, values_of
+from tierstore.checkpoint.examine import Source, Values, differences, problems, total_bytes, values_of
 from tierstore.checkpoint.opening import open_checkpoint
 from tierstore.checkpoint.reader import Reader
 from tierstore.checkpoint.torchfile import is_torch_file
 from tierstore.errors import DamagedCheckpointError
 from tierstore.output import STDOUT, write_json, write_stdout
+from tierstore.progress import Bar
 from tierstore.units import bytes_text
 
 MOST_HEADER = 2000
@@ -32,10 +29,10 @@ MOST_HEADER = 2000
 def show_contents(path: Path, *, norms: bool, json: str | None) -> None:
     """Show the tree of a checkpoint. Raises CheckpointError or OutputError."""
     with open_checkpoint(path) as source:
-        with _progress("reading", total_bytes(source) if norms else 0) as tell:
+        with Bar("reading", total_bytes(source) if norms else 0) as bar:
             found = {
                 section: {
-                    number: (entry, values_of(source, section, number, norms=norms, tell=tell))
+                    number: (entry, values_of(source, section, number, norms=norms, tell=bar.add))
                     for number, entry in source.entries(section).items()
                 }
                 for section in SECTIONS
@@ -58,8 +55,8 @@ def show_problems(path: Path, *, json: str | None) -> bool:
     try:
         with open_checkpoint(path) as source:
             nbytes = total_bytes(source)
-        with _progress("verifying", nbytes) as tell:
-            found = list(problems(path, tell))
+        with Bar("verifying", nbytes) as bar:
+            found = list(problems(path, bar.add))
     except DamagedCheckpointError as error:
         found, nbytes = [str(error)], 0
     lines = found or [f"{path} is complete and sound: {bytes_text(nbytes)} of values"]
@@ -74,9 +71,9 @@ def show_differences(one: Path, other: Path, *, json: str | None) -> bool:
     with (
         open_checkpoint(one) as left,
         open_checkpoint(other) as right,
-        _progress("comparing", total_bytes(left)) as tell,
+        Bar("comparing", total_bytes(left)) as bar,
     ):
-        found = list(differences(left, right, tell))
+        found = list(differences(left, right, bar.add))
     lines = [f"{difference.place}: {difference.text}" for difference in found] or ["no difference"]
     if json != STDOUT:
         write_stdout(lambda: _print_lines(lines))
@@ -87,27 +84,15 @@ def show_differences(one: Path, other: Path, *, json: str | None) -> bool:
 
 def show_conversion(source: Path, target: Path, *, nd: bool, compression: Literal["none", "zstd"]) -> None:
     """Convert, and say what was written."""
-    with open_checkpoint(source) as opened, _progress("converting", total_bytes(opened)) as tell:
+    with open_checkpoint(source) as opened, Bar("converting", total_bytes(opened)) as bar:
         if nd:
-            to_arrays(opened, target, tell=tell)
+            to_arrays(opened, target, tell=bar.add)
         elif is_torch_file(source):
-            to_checkpoint(opened, target, compression=compression, tell=tell)
+            to_checkpoint(opened, target, compression=compression, tell=bar.add)
         else:
-            to_torch(opened, target, tell=tell)
+            to_torch(opened, target, tell=bar.add)
         nbytes = total_bytes(opened)
     write_stdout(lambda: _print_lines([f"{target}: {bytes_text(nbytes)} of values written"]))
-
-
-@contextlib.contextmanager
-def _progress(words: str, nbytes: int) -> Iterator[Tell]:
-    """Show how far it is, on a terminal only."""
-    if not nbytes or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda more: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task(words, total=nbytes)
-        yield lambda more: progress.advance(task, more)
 
 
 def _console() -> Console:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +15,8 @@ import typer
 
 import tierstore
 from tierstore import checkpoint_commands
-from tierstore.demo.options import FAILED, HEAD_WIDTH, INTERRUPTED, DemoError, Options
-from tierstore.errors import TierstoreError
-from tierstore.output import STDOUT, error_text
+from tierstore.demo.options import HEAD_WIDTH, DemoError, Options
+from tierstore.output import STDOUT, exit_status_of
 
 DEFAULTS = Options()
 MODEL, STATE, OUTPUT = "What is trained", "Where its state lives", "What is shown"
@@ -249,7 +248,7 @@ def plan(
 
         return run(Options(**options))
 
-    raise typer.Exit(_told(work))
+    raise typer.Exit(exit_status_of(work))
 
 
 @app.command()
@@ -269,7 +268,7 @@ def top(
 
         return run(file, once=once, every=every)
 
-    raise typer.Exit(_told(work))
+    raise typer.Exit(exit_status_of(work))
 
 
 @app.command()
@@ -290,27 +289,7 @@ def report(
         typer.echo(run(file, output))
         return 0
 
-    raise typer.Exit(_told(work))
-
-
-def _told(work: Callable[[], int]) -> int:
-    """Do it; tell an error of tierstore's in one message."""
-    try:
-        return work()
-    except TierstoreError as error:
-        typer.echo(f"error: {error_text(error)}", err=True)
-        return FAILED
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        sys.stdout = None  # what is left in it would be tried once more at the end
-        typer.echo(f"error: standard output cannot be written ({error.strerror})", err=True)
-        return FAILED
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
+    raise typer.Exit(exit_status_of(work))
 
 
 def _run_doctor(policy: Path | None, paths: tuple[Path, ...], calibrate: bool, json: str | None) -> int:
@@ -319,7 +298,7 @@ def _run_doctor(policy: Path | None, paths: tuple[Path, ...], calibrate: bool, j
 
         return run(Options(policy, paths, calibrate, json))
 
-    return _told(work)
+    return exit_status_of(work)
 
 
 def _run_demo(options: Options) -> int:
@@ -335,7 +314,7 @@ def _run_demo(options: Options) -> int:
 
         return run(options)
 
-    return _told(work)
+    return exit_status_of(work)
 
 
 def _with_value(arguments: Sequence[str], option: str, value: str) -> list[str]:

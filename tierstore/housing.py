@@ -165,10 +165,6 @@ class Housing(Guarded):
         shunned = [striping for striping in self._traffic.striping.values() if striping.try_again()]
         return bool(shunned)
 
-    def _wait_until_all_landed(self) -> None:
-        """Wait until nothing is under way. Raises the error of a move that failed."""
-        self._traffic.wait_for_all()
-
     # -- homes --------------------------------------------------------------------------------------------------
 
     def _rooms(self) -> dict[str, Room]:
@@ -201,7 +197,7 @@ class Housing(Guarded):
             return
         free = {chunk: home for chunk, home in changed.items() if not self._ledger.is_leased(chunk)}
         self._execution.issue_all(plan_homes(free, self._views(), self._traffic.wait_for_room(), self._line))
-        self._wait_until_all_landed()
+        self._traffic.wait_for_all()
         routes = Counter(f"{self._ledger.home(chunk)} -> {home}" for chunk, home in changed.items())
         for chunk, home in changed.items():
             self._ledger.set_home(chunk, home)

@@ -1,6 +1,6 @@
 """Where a command's JSON goes: a file, or stdout. Looked at before the work, written after it.
 
-And how an error is told.
+And how an error is told, with which exit status.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from tierstore.errors import SwapError, TierstoreError
 
 STDOUT = "-"
+FAILED, INTERRUPTED = 2, 130
+"""Exit statuses of every command: it cannot be carried out; Ctrl-C."""
 
 
 class OutputError(TierstoreError, ValueError):
@@ -68,3 +72,27 @@ def error_text(error: TierstoreError) -> str:
     name = str(error.filename or "")
     text = error.strerror if name in error.strerror else f"{name}: {error.strerror}"
     return f"{text} (here: --swap FOLDER)" if isinstance(error, SwapError) else text
+
+
+def exit_status_of(work: Callable[[], int]) -> int:
+    """Do a command's work, and return its exit status; tell an error of tierstore's in one message."""
+    try:
+        return work()
+    except TierstoreError as error:
+        _tell(error_text(error))
+        return FAILED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        sys.stdout = None  # what is left in it would be tried once more at the end
+        _tell(f"standard output cannot be written ({error.strerror})")
+        return FAILED
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"error: {text}", err=True)

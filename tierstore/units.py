@@ -158,22 +158,16 @@ def _takes_auto(parse: Callable[[object], object | None], allowed: str) -> Plain
 
 
 class Choice:
-    """Take the values of the annotated Literal or bool, less those that come `later` than this release."""
-
-    def __init__(self, *, later: tuple[object, ...] = ()) -> None:
-        self._later = later
+    """Take the values of the annotated Literal or bool."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Make pydantic's schema from the annotation, so that the options are written once."""
         options = _options(source)
-        allowed = ", ".join(shown(option).strip("'") for option in options if option not in self._later)
+        allowed = ", ".join(shown(option).strip("'") for option in options)
 
         def parse(value: object) -> object | None:
             # Types are compared because True == 1 == 1.0.
-            chosen = next((option for option in options if type(option) is type(value) and option == value), None)
-            if chosen is not None and chosen in self._later:
-                raise ValueError(f"found {shown(value)}, in the schema but not in this release; allowed now: {allowed}")
-            return chosen
+            return next((option for option in options if type(option) is type(value) and option == value), None)
 
         return core_schema.no_info_plain_validator_function(reader(parse, allowed))
 

@@ -11,19 +11,17 @@ import pytest
 import torch
 import zarr
 
+from tests.commands import exit_status
 from tests.unit.test_checkpoint import save
 from tests.unit.test_checkpoint_extra import same, trained
 from tierstore.checkpoint import VALUES, Entry, Reader, Writer
-from tierstore.cli import main
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     """Run a command; return its exit status, what it printed, and what it told as an error."""
-    with pytest.raises(SystemExit) as caught:
-        main(["checkpoint", *map(str, arguments)])
+    status = exit_status("checkpoint", *arguments)
     printed = capsys.readouterr()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, printed.out, printed.err
+    return status, printed.out, printed.err
 
 
 def test_inspect_shows_the_tree_with_shapes_steps_and_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

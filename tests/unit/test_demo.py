@@ -16,8 +16,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.commands import exit_status
 from tests.fakes import PATIENCE_SECONDS
-from tierstore.cli import main
 from tierstore.demo.meter import WINDOW, Meter, Progress
 from tierstore.demo.model import Size, make_model
 from tierstore.demo.options import DemoError
@@ -33,14 +33,6 @@ TINY = ["--steps", "4", "--width", "64", "--layers", "2", "--context", "16", "--
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def run(*arguments: str) -> int:
-    """Run the command in this process and return its exit status."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert isinstance(stopped.value.code, int)
-    return stopped.value.code
 
 
 def stats_after(step: int) -> Stats:
@@ -68,7 +60,7 @@ def progress_after(steps: int) -> Progress:
 
 def test_verified_run_is_equal_to_the_bit_and_uses_all_tiers_and_routes(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
-    assert run("demo", *TINY, "--verify", "--swap", str(tmp_path), "--json", str(target)) == 0
+    assert exit_status("demo", *TINY, "--verify", "--swap", str(tmp_path), "--json", str(target)) == 0
     result = json.loads(target.read_text())
     assert result["bit_equal"] is True
     assert result["verify"]["weights"] == result["params"] > 0
@@ -88,7 +80,7 @@ def test_verified_run_is_equal_to_the_bit_and_uses_all_tiers_and_routes(tmp_path
 
 
 def test_json_without_a_file_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run("demo", "--json", *TINY, "--swap", str(tmp_path)) == 0
+    assert exit_status("demo", "--json", *TINY, "--swap", str(tmp_path)) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["bit_equal"] is None
     assert "step 4/4" in err and "nvme -> cpu" in err
@@ -97,7 +89,7 @@ def test_json_without_a_file_is_all_there_is_on_stdout(capsys: pytest.CaptureFix
 def test_output_that_is_piped_has_no_colour_and_fits_80_columns(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert run("demo", *TINY, "--swap", str(tmp_path)) == 0
+    assert exit_status("demo", *TINY, "--swap", str(tmp_path)) == 0
     out, err = capsys.readouterr()
     lines = [line for line in out.splitlines() if str(tmp_path) not in line]
     assert "\x1b" not in out and not err
@@ -110,7 +102,7 @@ def test_same_seed_gives_the_same_losses_in_any_tiers(tmp_path: Path) -> None:
     for tiers in ("gpu,cpu,nvme", "cpu,nvme", "cpu"):
         target = tmp_path / "result.json"
         swap = ["--swap", str(tmp_path)] if "nvme" in tiers else []
-        assert run("demo", *TINY, "--tiers", tiers, *swap, "--json", str(target)) == 0
+        assert exit_status("demo", *TINY, "--tiers", tiers, *swap, "--json", str(target)) == 0
         results.append(json.loads(target.read_text()))
         assert set(results[-1]["stats"]["tiers"]) == set(tiers.split(","))
     assert len({(result["loss_last"], result["heldout_loss"]) for result in results}) == 1
@@ -120,7 +112,7 @@ def test_difference_is_told_and_exits_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)  # another formula
-    assert run("demo", *TINY, "--verify", "--swap", str(tmp_path), "--json") == 1
+    assert exit_status("demo", *TINY, "--verify", "--swap", str(tmp_path), "--json") == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["bit_equal"] is False and json.loads(out)["verify"]["first_step"] == 2
     assert "NOT EQUAL" in err and "from step 2 on" in err
@@ -129,7 +121,7 @@ def test_difference_is_told_and_exits_with_1(
 def test_policy_of_the_users_own_is_followed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     policy = tmp_path / "small.yaml"
     policy.write_text("tiers: {cpu: {capacity: 128KiB}, nvme: {}}\nchunk_size: 16KiB\n")
-    assert run("demo", *TINY, "--policy", str(policy), "--swap", str(tmp_path), "--json") == 0
+    assert exit_status("demo", *TINY, "--policy", str(policy), "--swap", str(tmp_path), "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["stats"]["tiers"]["cpu"]["capacity_bytes"] == 128 << 10
     assert result["stats"]["tiers"]["nvme"]["chunks"] > 0
@@ -138,7 +130,7 @@ def test_policy_of_the_users_own_is_followed(capsys: pytest.CaptureFixture[str],
 @pytest.mark.long
 def test_default_run_learns_more_than_byte_frequencies(tmp_path: Path) -> None:
     target = tmp_path / "result.json"
-    assert run("demo", "--verify", "--swap", str(tmp_path), "--json", str(target)) == 0
+    assert exit_status("demo", "--verify", "--swap", str(tmp_path), "--json", str(target)) == 0
     result = json.loads(target.read_text())
     assert result["bit_equal"] is True
     assert result["heldout_loss"] < result["unigram_entropy"] - 0.5
@@ -202,7 +194,7 @@ def test_what_cannot_be_done_is_one_message_and_exits_with_2(
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     given = [argument.format(tmp_path) for argument in arguments]
-    assert run("demo", *TINY, *given) == 2
+    assert exit_status("demo", *TINY, *given) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and words in err and len(err.splitlines()) == 1
     assert "Traceback" not in out + err and "step" not in out
@@ -211,7 +203,7 @@ def test_what_cannot_be_done_is_one_message_and_exits_with_2(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_unwritable_swap_folder_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert run("demo", *TINY, "--swap", str(tmp_path)) == 2
+    assert exit_status("demo", *TINY, "--swap", str(tmp_path)) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -324,7 +316,7 @@ def test_a_standard_output_that_takes_nothing_is_one_message(
     """It was a traceback."""
     full = open("/dev/full", "w")  # noqa: SIM115  # closing it fails, too
     monkeypatch.setattr("sys.stdout", full)
-    assert run("demo", *TINY, *arguments) == 2
+    assert exit_status("demo", *TINY, *arguments) == 2
     with contextlib.suppress(OSError):
         full.close()
     assert "error: standard output cannot be written" in capsys.readouterr().err

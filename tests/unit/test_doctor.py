@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands import exit_status, json_on_stdout
 from tierstore import calibrate
-from tierstore.cli import main
 from tierstore.doctor.finding import Finding, Level
 from tierstore.doctor.machine import (
     aio_finding,
@@ -43,18 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def run(*arguments: str | Path) -> int:
-    """Run the command in this process and return its exit status."""
-    with pytest.raises(SystemExit) as stopped:
-        main(["doctor", *map(str, arguments)])
-    assert isinstance(stopped.value.code, int)
-    return stopped.value.code
-
-
-def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The JSON on stdout, which is all there is."""
-    answer = json.loads(capsys.readouterr().out)
-    assert isinstance(answer, dict)
-    return answer
+    return exit_status("doctor", *arguments)
 
 
 def levels(answer: dict[str, Any], name: str | Path) -> list[str]:
@@ -66,7 +55,7 @@ def levels(answer: dict[str, Any], name: str | Path) -> list[str]:
 
 def test_sound_machine_is_well_in_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert run("--path", tmp_path, "--json") == 0
-    answer = report(capsys)
+    answer = json_on_stdout(capsys)
     assert answer["ok"] is True
     names = {finding["name"] for finding in answer["findings"]}
     assert names >= {"torch", "accelerator", "memory", "huge pages", "memlock", "cores", "OMP_WAIT_POLICY", "engine"}
@@ -96,7 +85,7 @@ def test_calibration_is_shown_kept_and_dated(tmp_path: Path, capsys: pytest.Capt
     for word in ("request", "reads", "writes", "both at once", "where a policy says auto", "chunk_size", "million"):
         assert word in err
     assert run("--path", tmp_path, "--json") == 0
-    again = report(capsys)
+    again = json_on_stdout(capsys)
     assert again["calibration"] == measured
     (kept,) = [finding for finding in again["findings"] if finding["name"] == "calibration"]
     assert measured["measured_at"] in kept["text"]
@@ -114,7 +103,7 @@ def test_policys_folders_and_values_are_those_examined(tmp_path: Path, capsys: p
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"tiers: {{nvme: {{paths: [{tmp_path}], io: {{queue_depth: 7}}}}}}")
     assert run("--policy", policy, "--calibrate", "--json") == 0
-    answer = report(capsys)
+    answer = json_on_stdout(capsys)
     assert levels(answer, tmp_path)
     choice = answer["calibration"]["choices"]["tiers.nvme.io.queue_depth"]
     assert choice == {"value": 7, "why": "as the policy says"}
@@ -124,7 +113,7 @@ def test_policy_without_files_has_no_folders_to_examine(tmp_path: Path, capsys: 
     policy = tmp_path / "policy.yaml"
     policy.write_text("tiers: {cpu: {}}")
     assert run("--policy", policy, "--json") == 0
-    assert not {"engine", "OMP_WAIT_POLICY", "calibration"} & {f["name"] for f in report(capsys)["findings"]}
+    assert not {"engine", "OMP_WAIT_POLICY", "calibration"} & {f["name"] for f in json_on_stdout(capsys)["findings"]}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +171,7 @@ def test_what_the_policy_asks_for_in_vain_fails(
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"tiers: {tiers}")
     assert run("--policy", policy, "--json") == 1
-    answer = report(capsys)
+    answer = json_on_stdout(capsys)
     assert answer["ok"] is False and levels(answer, name) == ["fail"]
 
 
@@ -197,7 +186,7 @@ def test_capacity_is_judged_by_what_the_disks_have_free(
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"tiers: {{nvme: {{capacity: {capacity}, paths: [{', '.join(map(str, folders))}]}}}}")
     assert run("--policy", policy, "--json") == (level == "fail")
-    assert levels(report(capsys), "capacity") == [level]
+    assert levels(json_on_stdout(capsys), "capacity") == [level]
 
 
 def test_machine_without_a_disk_for_swap_files_fails_only_who_asks_for_them(
@@ -207,11 +196,11 @@ def test_machine_without_a_disk_for_swap_files_fails_only_who_asks_for_them(
     monkeypatch.delenv("TIERSTORE_SWAP", raising=False)
     monkeypatch.setattr("tierstore.folders.describe_folder", lambda folder: FolderKind.MEMORY)
     assert run("--calibrate", "--json") == 0
-    assert levels(report(capsys), "swap") == ["warn"]
+    assert levels(json_on_stdout(capsys), "swap") == ["warn"]
     policy = tmp_path / "policy.yaml"
     policy.write_text("tiers: {nvme: {}}")
     assert run("--policy", policy, "--json") == 1
-    assert levels(report(capsys), "swap") == ["fail"]
+    assert levels(json_on_stdout(capsys), "swap") == ["fail"]
 
 
 # -- folders ----------------------------------------------------------------------------------------------------

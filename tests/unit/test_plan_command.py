@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 import tierstore
-from tierstore.cli import main
+from tests.commands import exit_status, json_on_stdout
 from tierstore.errors import CapacityError, PolicyError, TierstoreError
 from tierstore.forecast.pace import MOVE_SECONDS, USE_SECONDS, Link, step_forecast
 from tierstore.forecast.parameters import ForecastError, parse_count, transformer
@@ -36,18 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def run(*arguments: str | Path) -> int:
-    """Run the command in this process and return its exit status."""
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *map(str, arguments)])
-    assert isinstance(stopped.value.code, int)
-    return stopped.value.code
-
-
-def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The JSON on stdout, which is all there is."""
-    answer = json.loads(capsys.readouterr().out)
-    assert isinstance(answer, dict)
-    return answer
+    return exit_status("plan", *arguments)
 
 
 # -- what is asked ----------------------------------------------------------------------------------------------
@@ -87,7 +75,7 @@ def test_a_count_becomes_exactly_so_many_parameters_of_a_transformer_on_meta(cou
 
 def test_the_json_has_what_scripts_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--params", "7B", "--cpu", "64GiB", "--nvme", "1TB", "--path", "/nowhere", "--json") == 0
-    answer = report(capsys)
+    answer = json_on_stdout(capsys)
     assert answer["params"] == 7 * GB and answer["fits"] is True
     assert answer["state_bytes"] == sum(answer["state"].values()) == 70_875_000_000  # a split master: 10.125 each
     assert answer["tiers"]["cpu"]["bytes"] == 64 * GIB and 0.99e12 < answer["tiers"]["nvme"]["bytes"] <= 1e12
@@ -108,7 +96,7 @@ def test_what_does_not_fit_is_status_1_with_the_smallest_change_that_makes_it_fi
 ) -> None:
     asked = ["--params", "7B", "--cpu", "16GiB", "--path", "/nowhere"]
     assert run(*asked, "--nvme", "40GB", "--json") == 1
-    answer = report(capsys)
+    answer = json_on_stdout(capsys)
     assert answer["why_not"] and answer["step_seconds"] is None
     [least, *_] = answer["remedies"]
     enough = least["settings"]["tiers.nvme.capacity"]
@@ -131,7 +119,7 @@ def test_remedies_that_round_say_so_and_come_last(capsys: pytest.CaptureFixture[
     file = tmp_path / "policy.yaml"
     file.write_text("state: {master: float32}\ntiers: {cpu: {capacity: 75GiB}}\n")
     assert run("--params", "7B", "--policy", file, "--json") == 1
-    remedies = report(capsys)["remedies"]
+    remedies = json_on_stdout(capsys)["remedies"]
     assert remedies[0]["settings"] == {"state.master": "split"} and not remedies[0]["rounds"]
     assert remedies[-1]["rounds"] and [one["rounds"] for one in remedies] == sorted(one["rounds"] for one in remedies)
 
@@ -142,12 +130,12 @@ def test_chunks_too_large_for_a_tier_are_mended_by_smaller_ones(
     file = tmp_path / "policy.yaml"
     file.write_text("chunk_size: 64MiB\ntiers: {cpu: {capacity: 160MiB}, nvme: {capacity: 20GB, paths: [/nowhere]}}\n")
     assert run("--params", "1B", "--policy", file, "--json") == 1
-    assert report(capsys)["remedies"][0]["settings"] == {"chunk_size": 10 * MIB}
+    assert json_on_stdout(capsys)["remedies"][0]["settings"] == {"chunk_size": 10 * MIB}
 
 
 def test_a_tier_is_added_before_one_is_made_many_times_as_large(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--params", "7B", "--gpu", "16GiB", "--json") == 1
-    kinds = [list(one["settings"]) for one in report(capsys)["remedies"]]
+    kinds = [list(one["settings"]) for one in json_on_stdout(capsys)["remedies"]]
     assert kinds.index(["tiers.nvme.capacity"]) < kinds.index(["tiers.gpu.capacity"])
 
 
@@ -157,14 +145,14 @@ def test_capacities_of_the_command_line_come_before_those_of_the_policy(
     file = tmp_path / "policy.yaml"
     file.write_text(f"chunk_size: 2MiB\ntiers: {{cpu: {{capacity: 8GiB}}, nvme: {{paths: [{tmp_path}]}}}}\n")
     assert run("--params", "125M", "--policy", file, "--cpu", "256MiB", "--json") == 0
-    answer = report(capsys)
+    answer = json_on_stdout(capsys)
     assert (answer["chunk_bytes"], answer["tiers"]["cpu"]["bytes"]) == (2 * MIB, 256 * MIB)
 
 
 def test_a_drive_s_days_follow_from_bytes_steps_and_processes(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--params", "7B", "--cpu", "16GiB", "--nvme", "1TB", "--path", "/nowhere", "--nvme-bandwidth", "6GB/s"]
     assert run(*asked, "--tbw", "600TB", "--compute-seconds", "20", "--ranks", "2", "--json") == 0
-    answer = report(capsys)
+    answer = json_on_stdout(capsys)
     iteration = 20 + answer["step_seconds"]
     per_day = 2 * answer["bytes_written_per_step"] * 86_400 / iteration
     assert math.isclose(answer["endurance"]["days"], 600e12 / per_day, rel_tol=1e-9)
@@ -175,7 +163,7 @@ def test_without_calibration_speeds_are_assumed_and_said_to_be(capsys: pytest.Ca
     assert (
         run("--params", "7B", "--gpu", "8GiB", "--cpu", "16GiB", "--nvme", "1TB", "--path", "/nowhere", "--json") == 0
     )
-    step = report(capsys)["step"]
+    step = json_on_stdout(capsys)["step"]
     assert {link["source"] for link in step["links"].values()} == {"assumed"} and step["update_source"] == "assumed"
 
 
@@ -200,7 +188,7 @@ HERE = __name__
 
 def test_a_model_is_made_on_meta_by_the_function_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", f"{HERE}:make_linear", "--cpu", "64MiB", "--json") == 0
-    answer = report(capsys)
+    answer = json_on_stdout(capsys)
     assert answer["params"] == 1_001_000 and answer["state_bytes"] == 8 * 1_001_000
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.fakes import FaultyEngine
 from tests.unit.test_tensors import KIB, TIERS, Trial, one_operation
 from tierstore.build import Parts
-from tierstore.errors import CapacityError, TransferError
+from tierstore.errors import TransferError
 from tierstore.io.base import Kind
 
 CODES = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
@@ -34,13 +34,12 @@ class FaultyTrial(Trial):
 
     @contextlib.contextmanager
     def refusable(self) -> Iterator[None]:
-        try:
-            yield
-        except CapacityError:
-            self.refused += 1
-        except TransferError as error:
-            self.failed += 1
-            self.errors.append(error)
+        with super().refusable():
+            try:
+                yield
+            except TransferError as error:
+                self.failed += 1
+                self.errors.append(error)
 
     def prefetch(self, names: list[str]) -> None:
         with self.refusable():

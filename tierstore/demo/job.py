@@ -18,7 +18,7 @@ from torch import Tensor
 from tierstore.demo.interrupt import Interrupt
 from tierstore.demo.meter import Meter
 from tierstore.demo.model import ByteTransformer, Size, make_model
-from tierstore.demo.options import DIFFERENT, DONE, INTERRUPTED, DemoError, Options
+from tierstore.demo.options import DIFFERENT, DONE, DemoError, Options
 from tierstore.demo.policy import choose_policy
 from tierstore.demo.result import Result, Verdict
 from tierstore.demo.summary import print_header, print_summary
@@ -27,7 +27,7 @@ from tierstore.demo.training import Course, heldout_losses, repeatable, train
 from tierstore.demo.view import View, open_view
 from tierstore.device import present_accelerator
 from tierstore.optimizer import TieredAdamW
-from tierstore.output import STDOUT, check_target, write_json
+from tierstore.output import INTERRUPTED, STDOUT, check_target, write_json
 
 _STATE_BYTES = 8
 """Of a float32 parameter: two float32 moments."""

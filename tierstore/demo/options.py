@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tierstore.errors import TierstoreError
 
-DONE, DIFFERENT, FAILED, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses: all is well; `verify` found a bit that differs; something cannot be carried out; Ctrl-C."""
+DONE, DIFFERENT = 0, 1
+"""Exit statuses: all is well; `verify` found a bit that differs. Others are those of every command."""
 HEAD_WIDTH = 32
 """Of one attention head: the model's width is a multiple of it."""
 
