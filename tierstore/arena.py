@@ -126,10 +126,6 @@ class Arena:
         """The numbers of all slabs of a path, the oldest first."""
         return tuple(number for number, slab in self._slabs.items() if slab.path == path)
 
-    def all_owned(self) -> frozenset[Extent]:
-        """The extents that hold, receive or are promised a chunk."""
-        return frozenset(self._owned)
-
     def last_slab_on(self, path: int) -> int:
         """The number of the newest slab on a path that has one."""
         return next(number for number, slab in reversed(self._slabs.items()) if slab.path == path)
@@ -162,9 +158,13 @@ class Arena:
         """Extents of a path, those of condemned slabs left out."""
         return sum(map(self.extents_of, self.slabs_on(path)))
 
+    def extents_owned_on(self, path: int) -> frozenset[Extent]:
+        """The extents of a path that hold, receive or are promised a chunk."""
+        return frozenset(extent for extent in self._owned if self.path_of(extent.slab) == path)
+
     def owned_on(self, path: int) -> int:
-        """Owned extents of a path."""
-        return sum(self.path_of(extent.slab) == path for extent in self._owned)
+        """How many extents of a path are owned."""
+        return len(self.extents_owned_on(path))
 
     def grow(self, extents: int, *, path: int = 0) -> int:
         """Add a slab of `extents` extents on a path and return its number."""

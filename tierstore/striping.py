@@ -243,19 +243,12 @@ class Striping:
 
     def left_behind(self) -> frozenset[Extent]:
         """Some of the extents still owned on paths that nothing more is written to."""
-        arena = self._tier.arena
-        there = [
-            extent for path in self._tier.shunned for extent in arena.all_owned() if arena.path_of(extent.slab) == path
-        ]
+        there = [extent for path in self._tier.shunned for extent in self._tier.arena.extents_owned_on(path)]
         return frozenset(sorted(there)[:LEFT_BEHIND_AT_ONCE])
 
     def silent(self) -> dict[int, frozenset[Extent]]:
         """Paths of which nothing was heard since something was given up, and the extents owned there."""
-        arena = self._tier.arena
-        return {
-            path: frozenset(extent for extent in arena.all_owned() if arena.path_of(extent.slab) == path)
-            for path in self._silent
-        }
+        return {path: self._tier.arena.extents_owned_on(path) for path in self._silent}
 
     def _shun(self, path: int, error: TransferError) -> None:
         arena = self._tier.arena
