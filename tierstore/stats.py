@@ -43,6 +43,25 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Pressure:
+    """How full the memory really is that a tier lies in: of a device, at the peak of the last steps.
+
+    `source` says in words where the numbers are from. `stall_percent`: how much of the last ten seconds tasks waited
+    for memory, where the kernel says it.
+    """
+
+    used_bytes: int
+    total_bytes: int
+    source: str
+    stall_percent: float | None = None
+
+    @property
+    def share(self) -> float:
+        """What is used, of all there is."""
+        return self.used_bytes / self.total_bytes if self.total_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PathStats:
     """One swap folder now: what it has reserved and in use, its share of the tier's chunks, what moved since the start.
 
@@ -147,8 +166,8 @@ class IoStats:
 class Decision:
     """Something that was decided while training, and why. `number` counts from 1 for each store.
 
-    `kind` is one word (order, tuning, homes, resize, room, core); `step` are the steps that were done by then, `time`
-    is in seconds since the epoch.
+    `kind` is one word (order, tuning, homes, resize, room, core, spill, promote, hold, offload, reload); `step` are the
+    steps that were done by then, `time` is in seconds since the epoch.
     """
 
     number: int
@@ -164,7 +183,8 @@ class Stats:
     """A store at one moment. Routes are keyed `cpu->nvme`; one without a move yet has no entry. Paths, by folder.
 
     `step` is of all optimizer steps since the store was made, `last_step` of the last one. `decisions` are the last
-    1,000, the oldest first.
+    1,000, the oldest first. `pressure`, by tier, is what was measured last; `spilled` and `promoted` count chunks that
+    were given a home further down because of it, or further up when it had passed.
     """
 
     tiers: Mapping[str, TierStats]
@@ -174,6 +194,14 @@ class Stats:
     io: IoStats
     paths: Mapping[str, PathStats] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    pressure: Mapping[str, Pressure] = field(default_factory=dict)
+    spilled: int = 0
+    promoted: int = 0
+
+    @property
+    def bytes_written(self) -> int:
+        """What was written to swap files in all."""
+        return sum(path.bytes_written for path in self.paths.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Answer the same as plain dicts, lists and numbers, equal to what JSON gives back."""
@@ -182,6 +210,10 @@ class Stats:
             "tiers": _plain(self.tiers),
             "routes": _plain(self.routes),
             "paths": _plain(self.paths),
+            "pressure": _plain(self.pressure),
+            "spilled": self.spilled,
+            "promoted": self.promoted,
+            "bytes_written": self.bytes_written,
         }
         plain["decisions"] = [asdict(decision) for decision in self.decisions]
         return {**plain, "step": self.step.to_dict(), "last_step": self.last_step.to_dict(), "io": io}
@@ -240,6 +272,8 @@ class Recorder:
         self._step = self.last_step = StepStats()
         self._decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._decided = 0
+        self.pressure: dict[str, Pressure] = {}  # by tier, as measured last
+        self.spilled = self.promoted = 0  # chunks
 
     def record_move(self, source: str, destination: str, nbytes: int, seconds: float) -> None:
         """Add one committed move of `nbytes` that took `seconds`."""
@@ -264,11 +298,14 @@ class Recorder:
         """Read everything at once, with what the tiers and the engine say of themselves."""
         routes = {name: route.stats() for name, route in self._routes.items()}
         tiers = {name: replace(tier, bytes_written=self._written_to(name)) for name, tier in tiers.items()}
-        return Stats(tiers, routes, self._step, self.last_step, io, dict(paths), tuple(self._decisions))
+        now = self._step, self.last_step, io, dict(paths), tuple(self._decisions)
+        return Stats(tiers, routes, *now, dict(self.pressure), self.spilled, self.promoted)
 
     def _written_to(self, tier: str) -> int:
         return sum(route.bytes for name, route in self._routes.items() if name.endswith(f"->{tier}"))
 
 
-def _plain(stats: Mapping[str, TierStats] | Mapping[str, RouteStats] | Mapping[str, PathStats]) -> dict[str, Any]:
+def _plain(
+    stats: Mapping[str, TierStats] | Mapping[str, RouteStats] | Mapping[str, PathStats] | Mapping[str, Pressure],
+) -> dict[str, Any]:
     return {name: asdict(value) for name, value in stats.items()}
