@@ -84,6 +84,11 @@ class Arena:
         return self.capacity - self.condemned - lost
 
     @property
+    def untouched(self) -> int:
+        """Extents that nobody has ever taken."""
+        return sum(slab.unmade for slab in self._slabs.values())
+
+    @property
     def condemned(self) -> int:
         """Extents of condemned slabs."""
         return sum(self._slabs[number].extents for number in self._idle)

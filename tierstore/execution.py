@@ -53,7 +53,6 @@ class Execution:
         self.used: list[int] = []
         self._traffic = traffic
         self._infos = infos
-        self._files = frozenset(name for name, tier in traffic.tiers.items() if not isinstance(tier, MemoryTier))
         self._sparing = Sparing()
         self._small_pages: tuple[list[tuple[int, int]], bool] = ([], False)  # of which memory, and what was found
 
@@ -116,14 +115,14 @@ class Execution:
         return StepStats(1, update_seconds, reads, writes, tally.bytes_read, tally.bytes_written)
 
     def _carry_out(self, plan: Plan, use: Use, ready: Callable[[int], None] | None, tally: _Tally) -> None:
-        traffic, trace = self._traffic, self._traffic.trace
+        traffic, trace, files = self._traffic, self._traffic.trace, self._traffic.striping
         for action in plan.actions:
             break_point()
             traffic.raise_errors()  # a move rolled back has taken the plan's ground away
             if isinstance(action, Move):
                 nbytes = self._infos[action.chunk].record_bytes
-                tally.bytes_read += nbytes if action.source in self._files else 0
-                tally.bytes_written += nbytes if action.destination in self._files else 0
+                tally.bytes_read += nbytes if action.source in files else 0
+                tally.bytes_written += nbytes if action.destination in files else 0
                 traffic.issue(action, nbytes)
             else:
                 if ready is not None:
@@ -150,8 +149,9 @@ class Execution:
             self._traffic.issue(move, self._infos[move.chunk].record_bytes)
 
     def _uses_files(self, plan: Plan) -> bool:
+        files = self._traffic.striping
         return any(
-            isinstance(action, Move) and (action.source in self._files or action.destination in self._files)
+            isinstance(action, Move) and (action.source in files or action.destination in files)
             for action in plan.actions
         )
 

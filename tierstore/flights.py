@@ -70,6 +70,10 @@ class Flights:
                 return before
         return None
 
+    def join(self, tier: str) -> None:
+        """Know of one tier more."""
+        self._leaving[tier] = {}
+
     def chunks(self) -> list[int]:
         """The chunks that are under way or have a place kept."""
         return list(self._of)

@@ -36,7 +36,7 @@ def grow_to_fit(
     for tier in growing.keys() - {"nvme"}:
         grown[tier] = _at_least(rooms[tier], wanted[tier].extents, slab_extents[tier], growing[tier].limit)
     if "nvme" in growing:
-        return _with_enough_nvme(needs, grown, slab_extents["nvme"], order, extent_bytes)
+        return with_enough_nvme(needs, grown, slab_extents["nvme"], order, extent_bytes)
     place_homes(needs, grown, order=order, extent_bytes=extent_bytes)
     return grown
 
@@ -48,7 +48,7 @@ def _at_least(room: Room, extents: int, slab: int, limit: int | None) -> Room:
     return replace(room, extents=max(room.extents, enough if limit is None else min(enough, limit)))
 
 
-def _with_enough_nvme(
+def with_enough_nvme(
     needs: Sequence[Need], rooms: Mapping[str, Room], slab: int, order: str, extent_bytes: int
 ) -> dict[str, Room]:
     """Enlarge nvme by as few slabs as will do. More room there never leaves less elsewhere, once chunks pass at all."""

@@ -28,11 +28,12 @@ WORKER_PREFIX = "tierstore-"
 class Guarded:
     """The guards of a store that is made of tiers and a transfer engine."""
 
-    def __init__(self, tiers: Sequence[Tier], transfer: TransferEngine) -> None:
+    def __init__(self, tiers: list[Tier], transfer: TransferEngine) -> None:
         self._lock = threading.RLock()
+        self._tiers_to_close = tiers
         self._is_running = False
         self._pid = os.getpid()
-        self._shut = weakref.finalize(self, _shut, transfer, tuple(tiers), self._pid)
+        self._shut = weakref.finalize(self, _shut, transfer, tiers, self._pid)
 
     @property
     def is_closed(self) -> bool:

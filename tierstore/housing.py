@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from tierstore.guard import Guarded
 from tierstore.mapping import map_host_memory
 from tierstore.placement import Need, Room, place_homes
 from tierstore.planning import ChunkView, Plan, Update, plan_eviction, plan_homes, plan_step
+from tierstore.probes import Probe
 from tierstore.residency import Resident
 from tierstore.stats import IoStats
 from tierstore.tiers import Tier
@@ -33,9 +34,13 @@ _log = logging.getLogger("tierstore.store")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a store is built from: tiers on a line, fastest first; which may be homes; and the doers."""
+    """What a store is built from: tiers on a line, fastest first; which may be homes; and the doers.
 
-    tiers: Mapping[str, Tier]
+    `later`: tiers of the policy that nothing needs yet, each with what opens it; they come last on the line. `marks`:
+    high and low watermark of the tiers that heed pressure. `given`: extents of the tiers with a given capacity.
+    """
+
+    tiers: dict[str, Tier]
     homes: frozenset[str]
     order: str
     slab_extents: Mapping[str, int]
@@ -43,14 +48,20 @@ class Setup:
     io: IoStats
     timeout_seconds: float | None = None
     decided: tuple[tuple[str, str, str], ...] = ()  # on the way here: each decision's kind, what, and why
+    later: Mapping[str, Callable[[], tuple[Tier, IoStats]]] = field(default_factory=dict)
+    probe: Probe | None = None
+    marks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    given: Mapping[str, int] = field(default_factory=dict)
+    processes: int = 1  # that share this machine
 
 
 class Housing(Guarded):
     """The homes of chunks in tiers. `describe` turns a chunk number into words for errors."""
 
     def __init__(self, setup: Setup, *, describe: Callable[[int], str]) -> None:
-        super().__init__(tuple(setup.tiers.values()), setup.transfer)
+        super().__init__(list(setup.tiers.values()), setup.transfer)
         self.setup = setup
+        self._io = setup.io
         self._line = tuple(setup.tiers)
         self._extent_bytes = setup.tiers[self._line[0]].arena.extent_bytes
         self._infos: dict[int, ChunkInfo] = {}

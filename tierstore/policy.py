@@ -182,6 +182,7 @@ class TierPolicy(_Section):
     update: Annotated[Literal["step", "backward"], Choice()] = "step"
     free_gradients: Switch = False
     check_parameters: Switch = True
+    adapt: Switch = True
     tiers: Tiers
     placement: Annotated[tuple[PlacementRule, ...], _ReadRules] = ()
     state: StateSettings = StateSettings()

@@ -62,6 +62,15 @@ class Pressure:
 
 
 @dataclass(frozen=True, slots=True)
+class Relocation:
+    """What it took to empty tiers, or to fill them again: bytes moved, bytes of memory given back or taken, seconds."""
+
+    bytes_moved: int
+    memory_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PathStats:
     """One swap folder now: what it has reserved and in use, its share of the tier's chunks, what moved since the start.
 
@@ -184,7 +193,7 @@ class Stats:
 
     `step` is of all optimizer steps since the store was made, `last_step` of the last one. `decisions` are the last
     1,000, the oldest first. `pressure`, by tier, is what was measured last; `spilled` and `promoted` count chunks that
-    were given a home further down because of it, or further up when it had passed.
+    had to leave a tier because of it, and those that were given a home further up when it had passed.
     """
 
     tiers: Mapping[str, TierStats]
@@ -274,6 +283,11 @@ class Recorder:
         self._decided = 0
         self.pressure: dict[str, Pressure] = {}  # by tier, as measured last
         self.spilled = self.promoted = 0  # chunks
+
+    @property
+    def steps(self) -> int:
+        """How many steps are done."""
+        return self._step.count
 
     def record_move(self, source: str, destination: str, nbytes: int, seconds: float) -> None:
         """Add one committed move of `nbytes` that took `seconds`."""

@@ -16,22 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from tierstore.errors import (
-    CapacityError,
     FailedStepError,
     InvariantError,
     LeaseError,
     StoreClosedError,
-    TransferError,
 )
 from tierstore.execution import ChunkInfo, Use
-from tierstore.growth import SLABS_PER_TIER
-from tierstore.housing import Housing, Setup
-from tierstore.placement import Room
-from tierstore.planning import Plan, plan_eviction, plan_fetch
+from tierstore.housing import Setup
+from tierstore.planning import Plan, plan_fetch
 from tierstore.residency import Fresh, Moving, Resident
+from tierstore.sizing import Sizing
 from tierstore.stats import Stats
-from tierstore.striping import Striping
-from tierstore.tiers import MemoryTier, Tier
 from tierstore.trace import Trace
 from tierstore.traffic import FailedWriteError
 
@@ -40,7 +35,7 @@ __all__ = ["ChunkInfo", "ChunkStore", "Setup", "Use"]
 _log = logging.getLogger("tierstore.store")
 
 
-class ChunkStore(Housing):
+class ChunkStore(Sizing):
     """Chunks in tiers. `describe` turns a chunk number into words for errors."""
 
     def __init__(self, setup: Setup, *, describe: Callable[[int], str] = "chunk {}".format) -> None:
@@ -160,10 +155,7 @@ class ChunkStore(Housing):
         """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
         with self._entered():
             self._raise_errors()
-            for chunk in chunks:
-                if self._ledger.is_leased(chunk):
-                    raise LeaseError(f"{self._describe(chunk)} is leased and cannot be evicted")
-            self._execution.issue_all(plan_eviction(chunks, self._views(), self._traffic.wait_for_room(), self._line))
+            self._send_home(chunks)
 
     def read_record(self, chunk: int, into: Tensor) -> bool:
         """Copy a chunk's record into host memory (uint8, its record bytes, page-aligned); move nothing.
@@ -185,16 +177,6 @@ class ChunkStore(Housing):
         """Count time in which a use waited for a copy of its chunk to be written as a wait for writes."""
         self._traffic.write_wait_seconds += seconds
 
-    def wait(self) -> None:
-        """Wait until every move under way has landed. Raises the error of one that failed."""
-        with self._entered():
-            while True:
-                self._traffic.wait_until_all_over()
-                if not self._traffic.failed_writes:
-                    break
-                self._raise_errors()
-            self._raise_errors()
-
     # -- failed steps -------------------------------------------------------------------------------------------
 
     @property
@@ -211,96 +193,6 @@ class ChunkStore(Housing):
         """Allow runs again: whoever calls has put parameters and state right."""
         self._failure = self._broken_off = None
         self._try_again()
-
-    # -- size ---------------------------------------------------------------------------------------------------
-
-    def resize_tier(self, name: str, extents: int) -> None:
-        """Make a tier `extents` large; smaller means emptying its last slabs first, and going down by whole slabs only.
-
-        Raises CapacityError, with the size as it was, if homes and pipelines would not fit. If a chunk that should move
-        to a new home cannot, all homes stay as they were, and its error is raised.
-        """
-        with self._entered():
-            try:
-                self.wait()
-            except TransferError:
-                if self._short is None:
-                    raise  # else more room is what is wanted
-            self._move_room(to_the_end=True)
-            tier = self.setup.tiers[name]
-            tier.check_shrinks(extents)
-            before, slab = tier.arena.lasting, max(self.setup.slab_extents[name], extents // SLABS_PER_TIER)
-            slower = self._line[self._line.index(name) + 1 :] if extents > before else ()
-            rooms = self._rooms() | {name: Room(extents, name in self.setup.homes)}
-            homes = self._homes_for(self._infos, rooms, anew=slower)
-            tier.grow(max(0, extents - before), slab_extents=slab)
-            try:
-                self._rehome(homes)
-            except CapacityError:  # nothing has moved
-                self._shrink(tier, before)
-                raise
-            self._short = None
-            self._shrink(tier, extents)
-            what = f"{name} has {tier.arena.capacity:,} extents of {self._extent_bytes:,} bytes, before {before:,}"
-            self._traffic.recorder.decide("resize", what, f"{extents:,} were asked for")
-
-    def _move_room(self, *, to_the_end: bool = False) -> None:
-        """Let room move between the paths of a tier; `to_the_end`: finish what has begun instead."""
-        for name, striping in self._traffic.striping.items():
-            with contextlib.nullcontext() if to_the_end else contextlib.suppress(CapacityError):  # there is a next time
-                for extent in striping.in_the_way() if to_the_end else striping.move_room():
-                    self._vacate(self.setup.tiers[name], Resident(name, extent))
-                self._fetch_left_behind(self.setup.tiers[name], striping)
-            striping.give_back()
-
-    def _fetch_left_behind(self, tier: Tier, striping: Striping) -> None:
-        """Move some chunks off paths that fail; those that cannot be read stay, for who needs them to be told."""
-        for extent in striping.left_behind():
-            chunk = self._ledger.valid_places().get(Resident(tier.name, extent))
-            if chunk is not None and chunk not in self._traffic.unreadable and not self._ledger.is_leased(chunk):
-                try:
-                    self._vacate(tier, Resident(tier.name, extent))
-                except TransferError as error:
-                    _log.warning("%s", error)
-
-    def _shrink(self, tier: Tier, extents: int) -> None:
-        """Empty and give back slabs from the last on, as long as `extents` are left."""
-        arena = tier.arena
-        slab = arena.last_lasting()
-        try:
-            while slab is not None and arena.lasting - arena.lasting_in(slab) >= extents:
-                if arena.has_quarantined(slab):
-                    return  # lost meanwhile
-                for extent in arena.condemn(slab):
-                    self._vacate(tier, Resident(tier.name, extent))
-                tier.shrink_on(slab)
-                slab = arena.last_lasting()
-        finally:
-            if slab is not None and slab not in arena.slabs_on(arena.path_of(slab)):
-                arena.reprieve(slab)
-
-    def _vacate(self, tier: Tier, place: Resident) -> None:
-        """Move the chunk in a condemned extent to another tier, or to another extent of this one."""
-        chunk = self._ledger.valid_places().get(place)
-        if chunk is None:
-            return
-        if tier.name != self._ledger.home(chunk):
-            self.send_home([chunk])
-        elif isinstance(tier, MemoryTier):
-            self._make_room(tier)
-            self._traffic.send(chunk, tier.name, self._infos[chunk].record_bytes)
-        else:
-            self.fetch_now(chunk)
-            self._traffic.wait_for(chunk)
-            self.send_home([chunk])
-        self._traffic.wait_for_all()
-
-    def _make_room(self, tier: Tier) -> None:
-        """See to a free extent in a tier that has room for all its homes, by sending guests home."""
-        guests = [c for c, place in self._ledger.places() if place.tier == tier.name != self._ledger.home(c)]
-        while not tier.arena.available:  # the extent that a guest leaves may be condemned too
-            self.send_home([guests.pop()])
-            self._traffic.wait_for_all()
 
     # -- running a plan -----------------------------------------------------------------------------------------
 
@@ -349,7 +241,7 @@ class ChunkStore(Housing):
             chunks = Counter(self._ledger.bound_for(chunk) for chunk in self._ledger)
             tiers = {name: tier.stats(chunks[name]) for name, tier in self.setup.tiers.items()}
             paths = {folder: one for each in self._traffic.striping.values() for folder, one in each.stats().items()}
-            return self._traffic.recorder.snapshot(tiers, self.setup.transfer.io_stats(self.setup.io), paths)
+            return self._traffic.recorder.snapshot(tiers, self.setup.transfer.io_stats(self._io), paths)
 
     def residency(self) -> dict[int, str | None]:
         """The tier that each chunk is in or bound for, None while it is fresh. May be called within a run."""

@@ -68,6 +68,13 @@ class Traffic:
         self._draining: list[tuple[Resident, Event]] = []
         self._rank = {tier: rank for rank, tier in enumerate(tiers)}
 
+    def join(self, tier: Tier) -> None:
+        """Know of one tier more, which is among `tiers` now, the last on the line."""
+        self._flights.join(tier.name)
+        self._rank[tier.name] = len(self._rank)
+        if tier.paths:
+            self.striping[tier.name] = Striping(tier, self.recorder.decide)
+
     def tell(self, trace: Trace | None) -> None:
         """Report what happens to a trace from now on, or to nobody."""
         self.trace = trace

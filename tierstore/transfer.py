@@ -85,6 +85,11 @@ class TransferEngine:
         self._ended: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._trace: Trace | None = None
 
+    def join(self, io: Engine) -> None:
+        """Take an engine for files, where there was none until now."""
+        self._io, self._retries = io, Retries(io)
+        io.trace = self._trace
+
     def tell(self, trace: Trace | None) -> None:
         """Report what workers and streams do to a trace from now on, or to nobody."""
         self._trace = trace

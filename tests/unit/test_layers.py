@@ -21,7 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("gauge", "calibrate", "tiers", "tickets", "lanes", "retries", "transfer"),
     ),
     "join": (
-        *("flights", "striping", "traffic", "guard", "execution", "housing", "store", "swapping", "build"),
+        *("flights", "striping", "traffic", "guard", "execution", "housing", "sizing", "store", "swapping", "build"),
         *("piecestore", "tensors"),
     ),
     "use": (

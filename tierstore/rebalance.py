@@ -1,0 +1,245 @@
+"""How large memory tiers are to be under the pressure that was measured. Pure: from values to a plan, printable.
+
+Pressure is how full the machine, the container or the device is, whoever fills it; never how full a tier is. Over a
+tier's high watermark it gives back what leads down to the low one, under the low one it takes what leads up to that, and
+between the two nothing happens: whatever swings less than their distance moves nothing. At once no more than a part of
+all chunks moves. A tier gives whole slabs, and keeps what a step needs; what it was home to goes further down, to files
+that grow for it where they may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tierstore.errors import CapacityError
+from tierstore.growth import with_enough_nvme
+from tierstore.placement import ENOUGH_EXTENTS, PIPELINE_EXTENTS, Need, Room, place_homes
+from tierstore.stats import Pressure
+
+STALL_PERCENT = 10.0
+"""Of the last ten seconds: where tasks wait for memory so long, it is too full above the low watermark already."""
+
+PART_AT_ONCE, LEAST_AT_ONCE = 8, 8
+"""At once an eighth of all chunks may have to move, or so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What binds a memory tier: watermarks, as shares; the extents it may have; its slabs, the newest first.
+
+    `grows_by`: extents of a new slab. `untouched_bytes` of it are reserved but not yet taken from the machine.
+    """
+
+    high: float
+    low: float
+    most: int
+    slabs: tuple[int, ...]
+    grows_by: int
+    untouched_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One tier's size in extents, before and after, and why. The same twice: it should be smaller, but cannot be."""
+
+    tier: str
+    before: int
+    after: int
+    reason: str
+
+    def __str__(self) -> str:
+        verb = "stays" if self.after == self.before else "shrinks" if self.after < self.before else "grows"
+        sizes = f"{self.before:,} extents" if self.after == self.before else f"{self.before:,} -> {self.after:,} extents"
+        return f"{self.tier} {verb}: {sizes}; {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalance:
+    """What is to be changed: sizes of tiers, and every chunk's home in these. Nothing where there are no changes."""
+
+    changes: tuple[Change, ...]
+    homes: Mapping[int, str]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The tiers that change, and the extents they get."""
+        return {change.tier: change.after for change in self.changes if change.after != change.before}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes)) or "nothing changes"
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """A store as planning sees it: its chunks, the room of its tiers, and how many extents its files may grow by."""
+
+    needs: Mapping[int, Need]
+    rooms: Mapping[str, Room]
+    limits: Mapping[str, Limits]
+    order: str
+    extent_bytes: int
+    spare: int = 0
+
+    @property
+    def most_at_once(self) -> int:
+        """Chunks that may have to move at once."""
+        return max(LEAST_AT_ONCE, len(self.needs) // PART_AT_ONCE)
+
+    def homes_in(self, rooms: Mapping[str, Room], *, anew: Sequence[str] = ()) -> dict[int, str]:
+        """Each chunk's home in other rooms; it keeps the one it has where it can, except in the tiers `anew`."""
+        needs = [replace(need, home=None) if need.home in anew else need for need in self.needs.values()]
+        homes = place_homes(needs, rooms, order=self.order, extent_bytes=self.extent_bytes)
+        return dict(zip(self.needs, homes, strict=True))
+
+
+def is_over(pressure: Pressure, limits: Limits) -> bool:
+    """Whether a tier must give: over its high watermark, or over the low one where tasks wait for memory."""
+    return pressure.share > (limits.low if _stalls(pressure) else limits.high)
+
+
+def is_under(pressure: Pressure, limits: Limits) -> bool:
+    """Whether a tier may take."""
+    return pressure.share < limits.low and not _stalls(pressure)
+
+
+def is_called_for(
+    pressure: Mapping[str, Pressure], limits: Mapping[str, Limits], sizes: Mapping[str, int], *, may_grow: bool
+) -> bool:
+    """Whether anything may have to change; cheap, as it is asked at every step."""
+    return any(
+        (is_over(pressure[tier], limits[tier]) and sizes[tier] > ENOUGH_EXTENTS)
+        or (may_grow and sizes[tier] < limits[tier].most and is_under(pressure[tier], limits[tier]))
+        for tier in limits.keys() & pressure.keys()
+    )
+
+
+def plan_rebalance(
+    holdings: Holdings, pressure: Mapping[str, Pressure], *, processes: int = 1, may_grow: bool = True
+) -> Rebalance:
+    """Plan what the pressure asks of each tier, the fastest first. `processes` on this machine all see it and do so."""
+    changes: list[Change] = []
+    homes = {chunk: need.home for chunk, need in holdings.needs.items() if need.home is not None}
+    for tier in ("gpu", "cpu"):
+        if tier not in holdings.limits or tier not in pressure:
+            continue
+        now, limits = pressure[tier], holdings.limits[tier]
+        distance = int(now.used_bytes - limits.low * now.total_bytes)
+        if is_over(now, limits):
+            wanted = -(-distance // processes // holdings.extent_bytes)
+            done = plan_giving(holdings, tier, min(wanted, holdings.most_at_once), _over(now, limits), at_least=1)
+        elif is_under(now, limits) and may_grow:
+            spare = -distance // processes - limits.untouched_bytes
+            done = _plan_taking(holdings, tier, spare // holdings.extent_bytes, _under(now, limits))
+        else:
+            continue
+        changes += done.changes
+        homes |= done.homes
+        holdings = _after(holdings, done)
+    return Rebalance(tuple(changes), homes)
+
+
+def plan_giving(holdings: Holdings, tier: str, extents: int, reason: str, *, at_least: int | None = None) -> Rebalance:
+    """Plan to make a tier smaller by so many extents, or by the next whole slabs.
+
+    With `at_least`, by fewer where not all can be spared, and by none where not so many can. Without it, raises
+    CapacityError if they cannot all be given.
+    """
+    room, slabs = holdings.rooms[tier], _slabs_for(holdings.limits[tier].slabs, extents)
+    if at_least is None and sum(slabs) < extents:
+        raise CapacityError(
+            f"tier {tier} has {room.extents:,} extents of {holdings.extent_bytes:,} bytes, and {extents:,} are asked for"
+        )
+    while slabs:
+        target = room.extents - sum(slabs)
+        try:
+            return _in_rooms(holdings, {**holdings.rooms, tier: replace(room, extents=target)}, tier, reason)
+        except CapacityError:
+            if at_least is None:
+                raise
+            slabs.pop()
+            if sum(slabs) < at_least:
+                break
+    return Rebalance((Change(tier, room.extents, room.extents, f"{reason}, but what is left is needed"),), {})
+
+
+def _in_rooms(holdings: Holdings, rooms: Mapping[str, Room], tier: str, reason: str) -> Rebalance:
+    """Find homes with a tier made smaller: in what room there is, else in files that grow, for enough in flight."""
+    try:
+        return Rebalance(_changes(holdings, rooms, tier, reason), holdings.homes_in(rooms))
+    except CapacityError:
+        if holdings.spare <= 0:
+            raise
+    smaller = rooms[tier].extents - (PIPELINE_EXTENTS - ENOUGH_EXTENTS)
+    for extents in [smaller, rooms[tier].extents] if smaller >= ENOUGH_EXTENTS else [rooms[tier].extents]:
+        asked = {"nvme": Room(0), **rooms, tier: replace(rooms[tier], extents=extents)}
+        needs = list(holdings.needs.values())
+        grown = with_enough_nvme(needs, asked, 1, holdings.order, holdings.extent_bytes)
+        if grown["nvme"].extents - asked["nvme"].extents <= holdings.spare:
+            homes = holdings.homes_in(grown)
+            return Rebalance(_changes(holdings, {**grown, tier: rooms[tier]}, tier, reason), homes)
+    raise CapacityError(
+        f"tier {tier} cannot shrink to {rooms[tier].extents:,} extents of {holdings.extent_bytes:,} bytes: what it is "
+        f"home to has no room further down, where files may grow by {holdings.spare:,} extents"
+    )
+
+
+def _plan_taking(holdings: Holdings, tier: str, extents: int, reason: str) -> Rebalance:
+    room, limits = holdings.rooms[tier], holdings.limits[tier]
+    missing = limits.most - room.extents
+    extents = min(extents, missing, holdings.most_at_once)
+    if extents < missing:
+        extents = extents // limits.grows_by * limits.grows_by
+    if extents <= 0:
+        return Rebalance((), {})
+    rooms = {**holdings.rooms, tier: replace(room, extents=room.extents + extents)}
+    slower = [name for name in ("cpu", "nvme") if name != tier]
+    return Rebalance(_changes(holdings, rooms, tier, reason), holdings.homes_in(rooms, anew=slower))
+
+
+def _changes(holdings: Holdings, rooms: Mapping[str, Room], tier: str, reason: str) -> tuple[Change, ...]:
+    """The change of a tier, and that of the files which grow for it."""
+    before = {name: holdings.rooms[name].extents if name in holdings.rooms else 0 for name in rooms}
+    changes = [Change(tier, before[tier], rooms[tier].extents, reason)]
+    if "nvme" in rooms and rooms["nvme"].extents != before["nvme"]:
+        changes.append(Change("nvme", before["nvme"], rooms["nvme"].extents, f"for chunks that leave {tier}"))
+    return tuple(changes)
+
+
+def _after(holdings: Holdings, done: Rebalance) -> Holdings:
+    """The holdings once a plan has been carried out."""
+    rooms = dict(holdings.rooms)
+    for tier, extents in done.sizes.items():
+        rooms[tier] = replace(rooms.get(tier, Room(0)), extents=extents)
+    needs = {chunk: replace(need, home=done.homes.get(chunk, need.home)) for chunk, need in holdings.needs.items()}
+    grown = rooms.get("nvme", Room(0)).extents - holdings.rooms.get("nvme", Room(0)).extents
+    return replace(holdings, rooms=rooms, needs=needs, spare=holdings.spare - grown)
+
+
+def _slabs_for(slabs: Sequence[int], extents: int) -> list[int]:
+    """The newest slabs that have so many extents together, or all."""
+    chosen: list[int] = []
+    for slab in slabs:
+        if sum(chosen) >= extents:
+            break
+        chosen.append(slab)
+    return chosen
+
+
+def _stalls(pressure: Pressure) -> bool:
+    return pressure.stall_percent is not None and pressure.stall_percent >= STALL_PERCENT
+
+
+def _over(pressure: Pressure, limits: Limits) -> str:
+    if not _stalls(pressure):
+        return f"{_told(pressure)}, over the high watermark of {limits.high:.0%}"
+    waits = f"tasks wait for memory {pressure.stall_percent:.0f} % of the time"
+    return f"{_told(pressure)}, over the low watermark of {limits.low:.0%}, and {waits}"
+
+
+def _under(pressure: Pressure, limits: Limits) -> str:
+    return f"{_told(pressure)}, under the low watermark of {limits.low:.0%}"
+
+
+def _told(pressure: Pressure) -> str:
+    return f"{pressure.used_bytes:,} of {pressure.total_bytes:,} bytes are used ({pressure.share:.0%}; {pressure.source})"

@@ -1,0 +1,170 @@
+"""How large a store's tiers are: room is added, moved between paths, and given back once it has been emptied.
+
+A tier shrinks by whole slabs from the last on. What lies in them leaves first, all of it at once: guests go home, and
+what is at home there moves to other extents of the tier. Homes are chosen for the new sizes before anything moves, so
+that what cannot be fails with everything as it was. A tier of the policy that nothing needed at first joins here, when
+something does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+from tierstore.arena import Extent
+from tierstore.errors import CapacityError, LeaseError, TransferError
+from tierstore.growth import SLABS_PER_TIER
+from tierstore.housing import Housing
+from tierstore.placement import Room
+from tierstore.planning import plan_eviction, plan_step
+from tierstore.residency import Resident
+from tierstore.striping import Striping
+from tierstore.tiers import MemoryTier, Tier
+
+_log = logging.getLogger("tierstore.store")
+
+
+class Sizing(Housing):
+    """The sizes of a store's tiers."""
+
+    def resize_tier(self, name: str, extents: int) -> None:
+        """Make a tier `extents` large; smaller means emptying its last slabs first, and going down by whole slabs only.
+
+        Raises CapacityError if homes and pipelines would not fit, or what stopped a chunk that should move to a new
+        home; size and homes are then as they were.
+        """
+        with self._entered():
+            before = self.setup.tiers[name].arena.lasting
+            self._resize({name: extents})
+            what = f"{name} has {self.setup.tiers[name].arena.capacity:,} extents of {self._extent_bytes:,} bytes"
+            self._traffic.recorder.decide("resize", f"{what}, before {before:,}", f"{extents:,} were asked for")
+
+    def _resize(self, sizes: Mapping[str, int], homes: Mapping[int, str] | None = None) -> None:
+        """Give tiers other sizes, and chunks homes in these: those given, else those that suit."""
+        self._come_to_rest()
+        tiers = {name: self.setup.tiers[name] for name in sizes}
+        before = {name: tier.arena.lasting for name, tier in tiers.items()}
+        for name, tier in tiers.items():
+            tier.check_shrinks(sizes[name])
+        if homes is None:
+            rooms = self._rooms() | {name: Room(sizes[name], name in self.setup.homes) for name in sizes}
+            grown = [self._line.index(name) for name in sizes if sizes[name] > before[name]]
+            homes = self._homes_for(self._infos, rooms, anew=self._line[min(grown) + 1 :] if grown else ())
+        with contextlib.ExitStack() as undo:
+            for name in reversed([name for name in self._line if name in tiers]):  # files first: they are what fails
+                undo.callback(self._shrink, tiers[name], before[name])
+                self._grow(tiers[name], sizes[name])
+            self._rehome(homes)
+            undo.pop_all()
+        self._short = None
+        for name, tier in tiers.items():
+            self._shrink(tier, sizes[name])
+
+    def _come_to_rest(self) -> None:
+        """Wait until every move under way has landed, and finish what room is on its way between paths."""
+        try:
+            self.wait()
+        except TransferError:
+            if self._short is None:
+                raise  # else more room is what is wanted
+        self._move_room(to_the_end=True)
+
+    def wait(self) -> None:
+        """Wait until every move under way has landed. Raises the error of one that failed."""
+        with self._entered():
+            while True:
+                self._traffic.wait_until_all_over()
+                if not self._traffic.failed_writes:
+                    break
+                self._raise_errors()
+            self._raise_errors()
+
+    def _grow(self, tier: Tier, extents: int) -> None:
+        """Reserve what a tier lacks to be so large, in slabs that it can be given back in."""
+        slab = max(self.setup.slab_extents[tier.name], extents // SLABS_PER_TIER)
+        tier.grow(max(0, extents - tier.arena.lasting), slab_extents=slab)
+
+    # -- room between paths ---------------------------------------------------------------------------------------
+
+    def _move_room(self, *, to_the_end: bool = False) -> None:
+        """Let room move between the paths of a tier; `to_the_end`: finish what has begun instead."""
+        for name, striping in self._traffic.striping.items():
+            tier = self.setup.tiers[name]
+            with contextlib.nullcontext() if to_the_end else contextlib.suppress(CapacityError):  # there is a next time
+                self._vacate(tier, striping.in_the_way() if to_the_end else striping.move_room())
+                self._fetch_left_behind(tier, striping)
+            striping.give_back()
+
+    def _fetch_left_behind(self, tier: Tier, striping: Striping) -> None:
+        """Move some chunks off paths that fail; those that cannot be read stay, for who needs them to be told."""
+        for extent in striping.left_behind():
+            chunk = self._ledger.valid_places().get(Resident(tier.name, extent))
+            if chunk is not None and chunk not in self._traffic.unreadable and not self._ledger.is_leased(chunk):
+                try:
+                    self._vacate(tier, [extent])
+                except TransferError as error:
+                    _log.warning("%s", error)
+
+    # -- giving back ----------------------------------------------------------------------------------------------
+
+    def _shrink(self, tier: Tier, extents: int) -> None:
+        """Empty and give back slabs from the last on, as long as `extents` are left."""
+        arena = tier.arena
+        slabs: list[int] = []
+        left = arena.lasting
+        for slab in arena.lasting_slabs():
+            left -= arena.lasting_in(slab)
+            if left < extents or arena.has_quarantined(slab):  # the second was lost meanwhile
+                break
+            slabs.append(slab)
+        in_use = [extent for slab in slabs for extent in arena.condemn(slab)]
+        try:
+            self._vacate(tier, in_use)
+            for slab in slabs:
+                tier.shrink_on(slab)
+        finally:
+            for slab in slabs:
+                if arena.has_slab(slab):
+                    arena.reprieve(slab)
+
+    def _vacate(self, tier: Tier, extents: Iterable[Extent]) -> None:
+        """Move the chunks in some extents, of slabs that are condemned, home or to other extents of the tier."""
+        places = self._ledger.valid_places()
+        chunks = [chunk for extent in sorted(extents) if (chunk := places.get(Resident(tier.name, extent))) is not None]
+        guests = [chunk for chunk in chunks if self._ledger.home(chunk) != tier.name]
+        self._send_home(guests)
+        self._traffic.wait_for_all()
+        at_home = [chunk for chunk in chunks if self._ledger.home(chunk) == tier.name]
+        if isinstance(tier, MemoryTier):
+            self._make_room(tier, len(at_home))
+            for chunk in at_home:
+                self._traffic.send(chunk, tier.name, self._infos[chunk].record_bytes)
+        else:
+            for chunk in at_home:
+                self._execution.issue_all(plan_step([chunk], (), self._views(), self._room_now(), self._line))
+                self._traffic.wait_for(chunk)
+                self._send_home([chunk])
+        self._traffic.wait_for_all()
+
+    def _make_room(self, tier: Tier, extents: int) -> None:
+        """See to so many free extents in a tier that has room for all its homes, by sending guests home."""
+        lasting = (
+            chunk
+            for place, chunk in self._ledger.valid_places().items()
+            if place.tier == tier.name != self._ledger.home(chunk) and not tier.arena.is_condemned(place.extent)
+            if not self._ledger.is_leased(chunk)
+        )
+        missing = extents - tier.arena.available
+        self._send_home([chunk for chunk, _ in zip(lasting, range(missing), strict=False)])
+        self._traffic.wait_for_all()
+
+    def _send_home(self, chunks: Collection[int]) -> None:
+        """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
+        for chunk in chunks:
+            if self._ledger.is_leased(chunk):
+                raise LeaseError(f"{self._describe(chunk)} is leased and cannot be evicted")
+        self._execution.issue_all(plan_eviction(list(chunks), self._views(), self._room_now(), self._line))
+
+    def _room_now(self) -> dict[str, int]:
+        return self._traffic.wait_for_room()
