@@ -134,6 +134,19 @@ class DeviceContract:
     def test_memory_is_counted_in_bytes(self, device: Device) -> None:
         free, total = device.memory_bytes()
         assert 0 < free <= total
+        now = device.memory_now()
+        assert 0 < now.free_bytes <= now.total_bytes == total
+        assert 0 <= now.allocated_bytes <= min(now.reserved_bytes, now.peak_bytes) <= total
+
+    def test_what_is_in_use_is_not_released(self, device: Device) -> None:
+        slab = device.allocate(4096)
+        device.launch(lambda: _fill(slab, 9))
+        before = device.memory_now()
+        device.release_unused()
+        device.finish()
+        assert torch.equal(slab.cpu(), torch.full((4096,), 9, dtype=torch.uint8))
+        after = device.memory_now()
+        assert (after.allocated_bytes, after.peak_bytes) == (before.allocated_bytes, before.peak_bytes)
 
 
 def _fill(tensor: Tensor, value: int) -> None:

@@ -24,7 +24,7 @@ from tierstore.arena import Extent
 from tierstore.build import Parts
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.writer import Writer
-from tierstore.device import Device, Event, HostDevice
+from tierstore.device import Device, DeviceMemory, Event, HostDevice
 from tierstore.errors import CheckpointFileError, TransferError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Progress, Request
 from tierstore.io.threads import ThreadsEngine
@@ -287,6 +287,27 @@ class PoisoningDevice(HostDevice):
         extent.fill_(POISON)
 
 
+class CurveDevice(HostDevice):
+    """Host memory that stands in for an accelerator, whose memory is what a recorded curve says, point by point.
+
+    Each `memory_now` takes the next point; the last one stays.
+    """
+
+    def __init__(self, curve: Sequence[DeviceMemory], name: str = "curve") -> None:
+        super().__init__(name)
+        self.released = 0  # calls of `release_unused`
+        self._curve = deque(curve)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return self._curve[0].free_bytes, self._curve[0].total_bytes
+
+    def memory_now(self) -> DeviceMemory:
+        return self._curve.popleft() if len(self._curve) > 1 else self._curve[0]
+
+    def release_unused(self) -> None:
+        self.released += 1
+
+
 class Schedule:
     """Chooses by a seed which piece of queued work is run next, and runs none before somebody waits for something.
 
@@ -533,6 +554,12 @@ class HonestDevice:
 
     def memory_bytes(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30
+
+    def memory_now(self) -> DeviceMemory:
+        return DeviceMemory(*self.memory_bytes())
+
+    def release_unused(self) -> None:
+        pass
 
     def close(self) -> None:
         for stream in (self._compute, *self._copies):

@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,27 @@ from tierstore.mapping import PageLock, map_host_memory
 REGISTER_PIECE = 256 << 30  # one cudaHostRegister call fails at 512 GiB
 REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, whichever is current
 
+_COUNTED = (
+    *("reserved_bytes.all.current", "allocated_bytes.all.current", "allocated_bytes.all.peak"),
+    "reserved_bytes.all.freed",
+)
 _log = logging.getLogger("tierstore.device")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device's memory as its driver (free, total) and torch's allocator say it, the latter for this process alone.
+
+    `peak_bytes` is the most that tensors took since the user last reset that statistic. `returned_bytes` is what the
+    allocator has given back in all, apart from `release_unused`. What nobody counts, as of the host's memory, is 0.
+    """
+
+    free_bytes: int
+    total_bytes: int
+    reserved_bytes: int = 0
+    allocated_bytes: int = 0
+    peak_bytes: int = 0
+    returned_bytes: int = 0
 
 
 class Event(Protocol):
@@ -91,6 +112,12 @@ class Device(Protocol):
 
     def memory_bytes(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
+
+    def memory_now(self) -> DeviceMemory:
+        """What the device's memory is used for; resets no statistics."""
+
+    def release_unused(self) -> None:
+        """Give memory that torch's allocator keeps and nobody uses back to the device."""
 
     def close(self) -> None:
         """Wait for all work on all streams: memory may be given back now. The device can be used again."""
@@ -157,6 +184,12 @@ class HostDevice:
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
+    def memory_now(self) -> DeviceMemory:
+        return DeviceMemory(*self.memory_bytes())
+
+    def release_unused(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -203,6 +236,7 @@ class AcceleratorDevice:
         self.torch_device = device
         self.name = str(device)
         self.module: Any = torch.get_device_module(device)
+        self._released_bytes = 0
 
     def allocate(self, nbytes: int) -> Tensor:
         try:
@@ -249,6 +283,26 @@ class AcceleratorDevice:
     def memory_bytes(self) -> tuple[int, int]:
         free, total = self.module.mem_get_info(self.torch_device)
         return int(free), int(total)
+
+    def memory_now(self) -> DeviceMemory:
+        counts = self._counts()
+        reserved, allocated, peak, returned = (int(counts.get(name, 0)) for name in _COUNTED)
+        return DeviceMemory(*self.memory_bytes(), reserved, allocated, peak, returned - self._released_bytes)
+
+    def release_unused(self) -> None:
+        if not hasattr(self.module, "empty_cache"):
+            return
+        before = self.memory_now().returned_bytes
+        with self.module.device(self.torch_device):  # else torch may make a context on the one that is current
+            self.module.empty_cache()
+        self._released_bytes += self.memory_now().returned_bytes - before
+
+    def _counts(self) -> Mapping[str, int]:
+        """The allocator's statistics; none where it keeps none, as one that the user has plugged in."""
+        try:
+            return self.module.memory_stats(self.torch_device) if hasattr(self.module, "memory_stats") else {}
+        except RuntimeError:
+            return {}
 
     def close(self) -> None:
         torch.accelerator.synchronize(self.torch_device)

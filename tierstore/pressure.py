@@ -23,12 +23,17 @@ _RANK_VARIABLES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory as this process may use it; `source` says what bounds `available_bytes`."""
+    """Host memory as this process may use it.
+
+    `available_bytes` are what is left of `bound_bytes`, the machine's memory or the limit that leaves least; `source`
+    says which. `limit_bytes` is the least limit there is.
+    """
 
     total_bytes: int
     available_bytes: int
     limit_bytes: int | None
     source: str
+    bound_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     limit = min((bound.limit_bytes for bound in bounds), default=None)
     tightest = min(bounds, key=lambda bound: bound.available_bytes, default=None)
     if tightest is None or tightest.available_bytes >= available:
-        return HostMemory(total, available, limit, "machine")
-    return HostMemory(total, tightest.available_bytes, limit, tightest.source)
+        return HostMemory(total, available, limit, "machine", bound_bytes=total)
+    return HostMemory(total, tightest.available_bytes, limit, tightest.source, bound_bytes=tightest.limit_bytes)
 
 
 def disk_space(place: Path | int) -> DiskSpace:
@@ -122,11 +127,16 @@ def processor(root: Path = Path("/")) -> str:
 
 
 def memory_stall_percent(root: Path = Path("/")) -> float | None:
-    """How much of the last ten seconds tasks waited for memory; None where the kernel does not say (PSI)."""
-    for line in _lines(root / "proc/pressure/memory"):
-        match = re.match(r"some avg10=([0-9.]+)", line)
-        if match is not None:
-            return float(match[1])
+    """How much of the last ten seconds tasks waited for memory; None where the kernel does not say (PSI).
+
+    Those of the nearest control group that says so (version 2), else all of the machine's.
+    """
+    groups = (folder / "memory.pressure" for files, folder in _groups(root) if files is _V2)
+    for path in (*groups, root / "proc/pressure/memory"):
+        for line in _lines(path):
+            match = re.match(r"some avg10=([0-9.]+)", line)
+            if match is not None:
+                return float(match[1])
     return None
 
 
@@ -148,18 +158,14 @@ def _machine(root: Path) -> tuple[int, int]:
 
 
 def _bounds(root: Path) -> Iterator[_Bound]:
-    for files, mount, folder in _own_groups(root):
-        while True:
-            bound = _bound(files, folder)
-            if bound is not None:
-                yield bound
-            if folder == mount:
-                break
-            folder = folder.parent
+    for files, folder in _groups(root):
+        bound = _bound(files, folder)
+        if bound is not None:
+            yield bound
 
 
-def _own_groups(root: Path) -> Iterator[tuple[_Files, Path, Path]]:
-    """Each hierarchy that can limit memory: its files, where it is mounted, and this process's folder in it."""
+def _groups(root: Path) -> Iterator[tuple[_Files, Path]]:
+    """This process's folder in each hierarchy that can limit memory, and all above it, with the names of its files."""
     mounted = _mounted_groups(root)
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -170,8 +176,12 @@ def _own_groups(root: Path) -> Iterator[tuple[_Files, Path, Path]]:
         else:
             continue
         mount = mounted.get(files.version) or _usual_mount(root, files)
-        place = root / mount.point.lstrip("/")
-        yield files, place, place / _below(path, mount.shown)
+        top = root / mount.point.lstrip("/")
+        folder = top / _below(path, mount.shown)
+        while folder != top:
+            yield files, folder
+            folder = folder.parent
+        yield files, top
 
 
 def _mounted_groups(root: Path) -> dict[str, Mount]:

@@ -56,7 +56,7 @@ def test_a_share_of_what_ranks_have_in_common_is_divided_among_them(
 ) -> None:
     """Eight ranks that each take 30% of the memory take the machine down; `auto` was divided, shares were not."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("tierstore.build.host_memory", lambda: HostMemory(TIB, TIB, TIB // 2, "a test"))
+    monkeypatch.setattr("tierstore.build.host_memory", lambda: HostMemory(TIB, TIB, TIB // 2, "a test", TIB))
     plant = plant_of({"cpu": {"capacity": "50%"}, "nvme": {"capacity": "50%", "paths": [str(tmp_path)]}})
     assert plant.given_bytes("cpu") == TIB // 4 // ranks
     assert plant.given_bytes("nvme") == int(disk_space(tmp_path).total_bytes * 0.5) // ranks

@@ -19,7 +19,7 @@ from tests.fakes import POISON, HonestDevice, Schedule, honest_parts
 from tests.trial import Trial
 from tierstore import TieredAdamW, device, mapping
 from tierstore.build import Parts
-from tierstore.device import AcceleratorDevice, Device, HostDevice, host_for, open_device
+from tierstore.device import AcceleratorDevice, Device, DeviceMemory, HostDevice, host_for, open_device
 from tierstore.errors import CapacityError, PolicyError
 from tierstore.mapping import HUGE_PAGE, map_host_memory
 
@@ -461,6 +461,72 @@ def test_new_slab_waits_for_the_stream_it_was_allocated_on(module: Recorder, mon
     monkeypatch.setattr(torch, "empty", allocate)
     AcceleratorDevice(torch.device("cuda:1")).allocate(4096)
     assert module.calls == ["allocate (4096,) on cuda:1", "synchronize current"]
+
+
+class Allocator(Recorder):
+    """A module with an allocator, of which `counts` is what it says; emptying its cache gives back 5 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {f"allocated_bytes.all.{name}": count for name, count in (("current", 20), ("peak", 30))}
+        self.counts |= {f"reserved_bytes.all.{name}": count for name, count in (("current", 40), ("freed", 100))}
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 50, 100
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        assert device == torch.device("cuda:1")
+        return self.counts
+
+    def device(self, device: torch.device) -> FakeStream:
+        return FakeStream(self, str(device))
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty the cache")
+        self.counts = {**self.counts, "reserved_bytes.all.freed": self.counts["reserved_bytes.all.freed"] + 5}
+
+
+def accelerator_with(module: Recorder, monkeypatch: pytest.MonkeyPatch) -> AcceleratorDevice:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return AcceleratorDevice(torch.device("cuda:1"))
+
+
+def test_what_the_allocator_returns_is_told_apart_from_what_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Allocator()
+    accelerator = accelerator_with(module, monkeypatch)
+    assert accelerator.memory_now() == DeviceMemory(50, 100, 40, 20, 30, 100)
+    for _ in range(2):
+        accelerator.release_unused()
+    assert accelerator.memory_now() == DeviceMemory(50, 100, 40, 20, 30, 100)
+    module.empty_cache()
+    assert accelerator.memory_now().returned_bytes == 105
+
+
+def test_cache_is_emptied_with_its_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another one current, torch makes a context of it first, which takes hundreds of MiB there."""
+    module = Allocator()
+    accelerator_with(module, monkeypatch).release_unused()
+    assert module.calls == ["enter cuda:1", "empty the cache", "leave cuda:1"]
+
+
+def test_allocator_that_counts_nothing_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that the user has plugged in (RMM): it raises when it is asked for statistics."""
+
+    class PluggedIn(Allocator):
+        def memory_stats(self, device: torch.device) -> dict[str, int]:
+            raise RuntimeError("does not support getDeviceStats")
+
+    accelerator = accelerator_with(PluggedIn(), monkeypatch)
+    assert accelerator.memory_now() == DeviceMemory(50, 100)
+    accelerator.release_unused()
+
+
+def test_module_without_statistics_or_a_cache_is_no_error(module: Recorder) -> None:
+    module.mem_get_info = lambda device: (50, 100)  # type: ignore[attr-defined]
+    accelerator = AcceleratorDevice(torch.device("xpu:1"))
+    assert accelerator.memory_now() == DeviceMemory(50, 100)
+    accelerator.release_unused()
+    assert not module.calls
 
 
 def test_copy_is_queued_on_its_stream_between_event_and_event(module: Recorder) -> None:

@@ -25,6 +25,7 @@ from tierstore.device import (
 )
 from tierstore.errors import CapacityError
 from tierstore.mapping import HUGE_PAGE
+from tierstore.probes import Probe
 from tierstore.tiers import MemoryTier
 
 pytestmark = [
@@ -174,6 +175,57 @@ def test_failed_registration_leaves_no_error_for_the_next_kernel() -> None:
         _register_with_cuda(on(), memory.data_ptr(), 8192)
     assert torch.ones(3, device=on()).sum().item() == 3
     undo()
+
+
+# --- what memory is used for
+
+
+def test_unused_memory_goes_back_to_the_device_and_used_memory_stays(gpu: AcceleratorDevice) -> None:
+    gpu.release_unused()
+    slab, unused = gpu.allocate(64 * MIB), gpu.allocate(256 * MIB)
+    before = gpu.memory_now()
+    del unused
+    cached = gpu.memory_now()
+    assert cached.reserved_bytes == before.reserved_bytes
+    assert cached.allocated_bytes == before.allocated_bytes - 256 * MIB
+    gpu.release_unused()
+    after = gpu.memory_now()
+    assert after.reserved_bytes <= before.reserved_bytes - 256 * MIB
+    assert after.allocated_bytes == cached.allocated_bytes >= len(slab)
+
+
+def test_memory_that_the_user_returns_is_counted_and_what_is_released_is_not(gpu: AcceleratorDevice) -> None:
+    gpu.release_unused()
+    before = gpu.memory_now()
+    unused = gpu.allocate(256 * MIB)
+    del unused
+    gpu.release_unused()
+    assert gpu.memory_now().returned_bytes == before.returned_bytes
+    unused = gpu.allocate(256 * MIB)
+    del unused
+    torch.cuda.empty_cache()
+    assert gpu.memory_now().returned_bytes >= before.returned_bytes + 256 * MIB
+
+
+def test_probe_sees_a_step_that_has_passed_and_chunks_that_have_left(gpu: AcceleratorDevice) -> None:
+    """After a step its activations are gone, and so is the arena's slab after a spill; no peak is reset meanwhile."""
+
+    def step() -> None:
+        torch.empty(512 * MIB, dtype=torch.uint8, device=on())
+
+    gpu.release_unused()
+    probe = Probe(gpu=gpu, folders=())
+    slab = gpu.allocate(256 * MIB)
+    step()
+    peak = torch.cuda.max_memory_allocated()
+    full = probe.measure_now()["gpu"]
+    assert full.used_bytes >= torch.cuda.memory_allocated() + 512 * MIB
+    del slab
+    gpu.release_unused()
+    step()
+    emptier = probe.measure_now()["gpu"]
+    assert abs(full.used_bytes - emptier.used_bytes - 256 * MIB) < 32 * MIB
+    assert torch.cuda.max_memory_allocated() == peak
 
 
 # --- a store

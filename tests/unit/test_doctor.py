@@ -249,7 +249,7 @@ def test_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def memory(available: int, limit: int | None = None) -> HostMemory:
-    return HostMemory(64 * GIB, available, limit, "machine")
+    return HostMemory(64 * GIB, available, limit, "machine", limit or 64 * GIB)
 
 
 @pytest.mark.parametrize(

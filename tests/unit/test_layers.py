@@ -17,8 +17,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces", "history"),
     "decide": ("units", "policy", "residency", "placement", "tuning", "growth", "paths", "planning", "sparing"),
     "do": (
-        *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "folders", "swapfile", "ratecache"),
-        *("gauge", "calibrate", "tiers", "tickets", "lanes", "retries", "transfer"),
+        *("signals", "cores", "mapping", "device", "pages", "pressure", "io", "folders", "probes", "swapfile"),
+        *("ratecache", "gauge", "calibrate", "tiers", "tickets", "lanes", "retries", "transfer"),
     ),
     "join": (
         *("flights", "striping", "traffic", "guard", "execution", "housing", "sizing", "store", "swapping", "build"),

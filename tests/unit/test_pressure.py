@@ -55,12 +55,12 @@ def group_v1(folder: str, *, usage: int, limit: int, inactive: int = 0) -> dict[
 
 
 def test_machine_without_limits(tmp_path: Path) -> None:
-    assert host_memory(record(tmp_path, {})) == HostMemory(TOTAL, AVAILABLE, None, "machine")
+    assert host_memory(record(tmp_path, {})) == HostMemory(TOTAL, AVAILABLE, None, "machine", TOTAL)
 
 
 def test_no_limit_is_no_limit(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", usage=GIB, max="max\n", high="max\n")}
-    assert host_memory(record(tmp_path, files)) == HostMemory(TOTAL, AVAILABLE, None, "machine")
+    assert host_memory(record(tmp_path, files)) == HostMemory(TOTAL, AVAILABLE, None, "machine", TOTAL)
 
 
 def test_container_sees_only_its_own_root(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_container_sees_only_its_own_root(tmp_path: Path) -> None:
     }
     found = host_memory(record(tmp_path, files))
     assert (found.total_bytes, found.available_bytes, found.limit_bytes) == (TOTAL, 2 * GIB, 4 * GIB)
-    assert found.source == f"cgroup v2 {tmp_path}/sys/fs/cgroup/memory.max"
+    assert (found.bound_bytes, found.source) == (4 * GIB, f"cgroup v2 {tmp_path}/sys/fs/cgroup/memory.max")
 
 
 def test_limit_of_any_group_above_counts(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_limit_of_any_group_above_counts(tmp_path: Path) -> None:
         **group("sys/fs/cgroup/top/middle/own", usage=GIB, max=6 * GIB),
     }
     found = host_memory(record(tmp_path, files))
-    assert (found.available_bytes, found.limit_bytes) == (GIB, 6 * GIB)
+    assert (found.available_bytes, found.bound_bytes, found.limit_bytes) == (GIB, 9 * GIB, 6 * GIB)
     assert "/top/memory.max" in found.source
 
 
@@ -105,7 +105,7 @@ def test_what_is_left_is_never_below_nothing_nor_above_the_limit(
 
 def test_limit_that_leaves_more_than_the_machine_has(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", usage=GIB, max=50 * GIB)}
-    assert host_memory(record(tmp_path, files)) == HostMemory(TOTAL, AVAILABLE, 50 * GIB, "machine")
+    assert host_memory(record(tmp_path, files)) == HostMemory(TOTAL, AVAILABLE, 50 * GIB, "machine", TOTAL)
 
 
 def test_version_1_container_without_a_namespace(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_version_1_group_that_cannot_be_seen_falls_to_the_one_above(tmp_path: Pa
         **group_v1("sys/fs/cgroup/memory", usage=6 * GIB, limit=8 * GIB, inactive=GIB),
     }
     found = host_memory(record(tmp_path, files))
-    assert (found.available_bytes, found.limit_bytes) == (3 * GIB, 8 * GIB)
+    assert (found.available_bytes, found.bound_bytes, found.limit_bytes) == (3 * GIB, 8 * GIB, 8 * GIB)
 
 
 def test_version_1_says_no_limit_with_a_huge_number(tmp_path: Path) -> None:
@@ -222,3 +222,43 @@ def test_what_the_kernel_says_of_pages_and_stalls(tmp_path: Path) -> None:
     root = record(tmp_path, files)
     assert (huge_pages(root), memory_stall_percent(root)) == ("madvise", 1.25)
     assert (huge_pages(tmp_path / "none"), memory_stall_percent(tmp_path / "none")) == ("unknown", None)
+
+
+def stalled(percent: float) -> str:
+    return f"some avg10={percent:.2f} avg60=0.00 avg300=0.00 total=1\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=1\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "who_says", "percent"),
+    [
+        ("0::/top/own\n", "sys/fs/cgroup/top/own", 2.5),
+        ("0::/top/own\n", "sys/fs/cgroup/top", 2.5),  # where the own group's is turned off
+        ("0::/\n", "sys/fs/cgroup", 2.5),  # a container that sees itself as the root
+        ("4:memory:/a\n0::/b\n", "sys/fs/cgroup/unified/b", 2.5),  # a hybrid machine
+        ("4:memory:/a\n", "sys/fs/cgroup/memory/a", 60.0),  # version 1 has no such file: the machine's counts
+        ("0::/other\n", "sys/fs/cgroup/top", 60.0),  # a group beside the own one
+    ],
+)
+def test_stalls_are_those_of_the_nearest_group_that_tells(
+    tmp_path: Path, cgroup: str, who_says: str, percent: float
+) -> None:
+    """A container was taken to be short of memory because its neighbours were."""
+    files: dict[str, str | int] = {
+        "proc/self/cgroup": cgroup,
+        "proc/pressure/memory": stalled(60.0),
+        f"{who_says}/memory.pressure": stalled(2.5),
+    }
+    assert memory_stall_percent(record(tmp_path, files)) == percent
+
+
+def test_group_that_tells_stalls_and_is_told_limits_keeps_both(tmp_path: Path) -> None:
+    files: dict[str, str | int] = {
+        "proc/self/cgroup": "0::/a/b\n",
+        **group("sys/fs/cgroup/a", usage=3 * GIB, max=4 * GIB),
+        "sys/fs/cgroup/a/memory.pressure": stalled(40.0),
+        **group("sys/fs/cgroup/a/b", usage=GIB, max="max\n"),
+        "sys/fs/cgroup/a/b/memory.pressure": stalled(30.0),
+    }
+    found = host_memory(record(tmp_path, files))
+    assert (found.available_bytes, found.bound_bytes) == (GIB, 4 * GIB)
+    assert memory_stall_percent(tmp_path) == 30.0
