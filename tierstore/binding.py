@@ -75,6 +75,7 @@ class Binding:
         self.plant = blueprint.plant
         self.layout = blueprint.layout
         self._infos = blueprint.infos
+        self._chunk_bytes = blueprint.chunk_bytes
         setup = self.plant.build(blueprint.rooms(), blueprint.chunk_bytes)
         layout, members = self.layout, self.members
         self.store = TieredStore.over(setup, describe=lambda chunk: _describe(layout.chunks[chunk], members))
@@ -86,7 +87,7 @@ class Binding:
                 names[member.name] += 1  # two parameters may have one name
                 again = f" ({names[member.name]})" if names[member.name] > 1 else ""
                 self.store.register(member.name + again, shares)
-            self._record = map_host_memory(blueprint.chunk_bytes)
+            self._record: Tensor | None = map_host_memory(blueprint.chunk_bytes)
             self._in_record: int | None = None  # the chunk whose bytes, as they are now, the buffer holds
             self._scratch = Scratch()
             self._capture: Capture | None = None
@@ -210,17 +211,24 @@ class Binding:
 
     def _read(self, chunk: Chunk) -> Tensor | None:
         """The chunk's record, valid until the next read or run; None while the chunk is fresh."""
+        if self._record is None:
+            self._record, self._in_record = map_host_memory(self._chunk_bytes), None
+        record = self._record[: chunk.record_bytes]
         if self._in_record != chunk.number:
             self._in_record = None
             try:
-                is_made = self.store.read_record(chunk.number, self._record[: chunk.record_bytes])
+                is_made = self.store.read_record(chunk.number, record)
             except BaseException:  # a request that timed out may write to the buffer yet: leave it to that
-                self._record = map_host_memory(len(self._record))
+                self._record = None
                 raise
             if not is_made:
                 return None
             self._in_record = chunk.number
-        return self._record[: chunk.record_bytes]
+        return record
+
+    def shed(self) -> None:
+        """Give back memory that is made again when it is needed."""
+        self._record = self._in_record = None
 
     def write(self, values: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Set fields of parameters, by position, from tensors of the parameter's shape or one number, on any device.

@@ -7,17 +7,19 @@ parameter is computed. `Plant.build` reserves memory and disk for a list of chun
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from tierstore.calibrate import find_rates
 from tierstore.device import Device, HostDevice, host_for, open_device
-from tierstore.errors import PolicyError
+from tierstore.errors import PolicyError, TierstoreError
 from tierstore.folders import check_space, filesystems
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.io import Engine, open_engine
@@ -35,11 +37,13 @@ from tierstore.placement import (
     whole_pages,
     with_choice,
 )
-from tierstore.policy import GpuTier, IoSettings, Percent, TierPolicy
+from tierstore.policy import GpuTier, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
+from tierstore.probes import Probe
 from tierstore.rates import Rates
+from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, Setup
-from tierstore.swapping import folders_of, io_stats, open_files, wants_direct
+from tierstore.swapping import folders_of, io_stats, open_file_tier, open_nvme_engine, wants_direct
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import TransferEngine
 from tierstore.tuning import Tuning, per_second, tune
@@ -63,6 +67,7 @@ class Parts:
     open_engine: Callable[..., Engine] = open_engine
     open_transfer: Callable[[Engine | None, Device | None], TransferEngine] = TransferEngine
     find_rates: Callable[..., Rates] = find_rates
+    open_probe: Callable[..., Probe] = Probe
     ranks: Callable[[], int] = local_ranks  # processes that share this machine
 
 
@@ -223,8 +228,9 @@ class Plant:
         self.check_disk(rooms, extent_bytes)
         uses_files = nvme is not None and "nvme" in rooms and (rooms["nvme"].extents > 0 or "nvme" in growing)
         with ExitStack() as undo:
-            engine = self._open_engine(nvme.io) if uses_files and nvme is not None else None
-            if engine is not None:
+            engine = None
+            if uses_files and nvme is not None:
+                engine = open_nvme_engine(nvme, self.parts.open_engine, self.tuning)
                 undo.callback(engine.close)
             tiers: dict[str, Tier] = {}
             slabs = {name: _slab_extents(room, self._paths(name, room)) for name, room in rooms.items()}
@@ -238,16 +244,48 @@ class Plant:
             transfer = self.parts.open_transfer(engine, self.gpu)
             undo.pop_all()
         self._tell(rooms, extent_bytes)
+        later = {} if nvme is None or "nvme" in tiers else {"nvme": partial(self._open_nvme, extent_bytes, transfer)}
         return Setup(
             tiers=tiers,
-            homes=frozenset(name for name, room in rooms.items() if room.homes and name in tiers),
+            homes=frozenset(name for name, room in rooms.items() if room.homes and name in {*tiers, *later}),
             order=self.order,
             slab_extents=slabs,
             transfer=transfer,
             io=io_stats(engine, tiers.get("nvme")),
             timeout_seconds=nvme.io.timeout if nvme is not None else None,
             decided=self._decided(rooms, extent_bytes),
+            later=later,
+            probe=self._probe(),
+            marks=self._marks(),
+            given={name: given // extent_bytes for name in self.names if (given := self.given_bytes(name)) is not None},
+            processes=self.parts.ranks(),
         )
+
+    def _open_nvme(self, extent_bytes: int, transfer: TransferEngine) -> tuple[Tier, IoStats]:
+        """Open the nvme tier of a store that did without one. Raises PolicyError or SwapError."""
+        nvme = self.policy.tiers.nvme
+        assert nvme is not None
+        engine = open_nvme_engine(nvme, self.parts.open_engine, self.tuning)
+        try:
+            tier = open_file_tier(nvme, engine, extent_bytes)
+        except BaseException:
+            engine.close()
+            raise
+        transfer.join(engine)
+        return tier, io_stats(engine, tier)
+
+    def _probe(self) -> Probe:
+        """What measures pressure. Swap folders that cannot be used are told of when they are."""
+        nvme = self.policy.tiers.nvme
+        with contextlib.suppress(TierstoreError, OSError):
+            return self.parts.open_probe(gpu=self.gpu, folders=[] if nvme is None else folders_of(nvme))
+        return self.parts.open_probe(gpu=self.gpu, folders=[])
+
+    def _marks(self) -> dict[str, tuple[float, float]]:
+        """The watermarks of the tiers that heed pressure: all but the slowest, which has nowhere to send chunks."""
+        tiers = {"gpu": self.policy.tiers.gpu, "cpu": self.policy.tiers.cpu}
+        heeding = {name: tiers[name] for name in self.names[:-1] if self.policy.adapt}
+        return {name: (tier.watermarks.high, tier.watermarks.low) for name, tier in heeding.items() if tier is not None}
 
     def _decided(self, rooms: Mapping[str, Room], extent_bytes: int) -> tuple[tuple[str, str, str], ...]:
         """What was decided on the way to a store, and why."""
@@ -271,14 +309,7 @@ class Plant:
             )
         nvme = self.policy.tiers.nvme
         assert nvme is not None and engine is not None
-        tier = FileTier(name, open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
-        try:
-            for file in tier.files:
-                engine.prepare(file.path)
-        except BaseException:
-            tier.close()
-            raise
-        return tier
+        return open_file_tier(nvme, engine, extent_bytes)
 
     def _paths(self, name: str, room: Room) -> int:
         """On how many paths a tier lies."""
@@ -327,23 +358,6 @@ class Plant:
     def _free_host_memory(self) -> int:
         """Bytes that a cpu tier may take which finds its size by itself: half of what is left, for each local rank."""
         return host_memory().available_bytes // 2 // self.parts.ranks()
-
-    def _open_engine(self, io: IoSettings) -> Engine:
-        threads, depth, size = (
-            None if value == "auto" else value for value in (io.threads, io.queue_depth, io.request_size)
-        )
-        if self.tuning is not None:
-            threads, depth, size = (
-                choice.value for choice in (self.tuning.threads, self.tuning.queue_depth, self.tuning.request_size)
-            )
-        engine = self.parts.open_engine(io.engine, threads=threads, queue_depth=depth, request_size=size)
-        engine.timeout_seconds = io.timeout
-        if io.direct is True and not engine.supports_direct:
-            engine.close()
-            raise PolicyError(
-                f"tiers.nvme.io.direct: true, but the {engine.name} engine is buffered: choose threads or libaio"
-            )
-        return engine
 
     def _tell(self, rooms: Mapping[str, Room], extent_bytes: int) -> None:
         for name, room in rooms.items():

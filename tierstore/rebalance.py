@@ -1,10 +1,10 @@
 """How large memory tiers are to be under the pressure that was measured. Pure: from values to a plan, printable.
 
 Pressure is how full the machine, the container or the device is, whoever fills it; never how full a tier is. Over a
-tier's high watermark it gives back what leads down to the low one, under the low one it takes what leads up to that, and
-between the two nothing happens: whatever swings less than their distance moves nothing. At once no more than a part of
-all chunks moves. A tier gives whole slabs, and keeps what a step needs; what it was home to goes further down, to files
-that grow for it where they may.
+tier's high watermark it gives back what leads down to the low one, under the low one it takes what leads up to that,
+and between the two nothing happens: whatever swings less than their distance moves nothing. At once no more than a
+part of all chunks moves. A tier gives whole slabs, and keeps what a step needs; what it was home to goes further down,
+to files that grow for it where they may.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Change:
     reason: str
 
     def __str__(self) -> str:
-        verb = "stays" if self.after == self.before else "shrinks" if self.after < self.before else "grows"
-        sizes = f"{self.before:,} extents" if self.after == self.before else f"{self.before:,} -> {self.after:,} extents"
-        return f"{self.tier} {verb}: {sizes}; {self.reason}"
+        if self.after == self.before:
+            return f"{self.tier} stays: {self.before:,} extents; {self.reason}"
+        verb = "shrinks" if self.after < self.before else "grows"
+        return f"{self.tier} {verb}: {self.before:,} -> {self.after:,} extents; {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,8 @@ def plan_giving(holdings: Holdings, tier: str, extents: int, reason: str, *, at_
     room, slabs = holdings.rooms[tier], _slabs_for(holdings.limits[tier].slabs, extents)
     if at_least is None and sum(slabs) < extents:
         raise CapacityError(
-            f"tier {tier} has {room.extents:,} extents of {holdings.extent_bytes:,} bytes, and {extents:,} are asked for"
+            f"tier {tier} has {room.extents:,} extents of {holdings.extent_bytes:,} bytes, and {extents:,} are "
+            f"asked for"
         )
     while slabs:
         target = room.extents - sum(slabs)
@@ -242,4 +244,6 @@ def _under(pressure: Pressure, limits: Limits) -> str:
 
 
 def _told(pressure: Pressure) -> str:
-    return f"{pressure.used_bytes:,} of {pressure.total_bytes:,} bytes are used ({pressure.share:.0%}; {pressure.source})"
+    return (
+        f"{pressure.used_bytes:,} of {pressure.total_bytes:,} bytes are used ({pressure.share:.0%}; {pressure.source})"
+    )

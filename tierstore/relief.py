@@ -1,9 +1,9 @@
 """Memory that a store gives back, and takes again: under pressure by itself, and when somebody asks for it.
 
 At the beginning of a step the pressure is measured, `rebalance` decides, and tiers are resized; what cannot be done is
-told once, and never stops the step. Who needs memory for a while has room made for it (`yielding`), or has what ran out
-of memory run once more with all that the tier can spare (`retry_on_oom`). Other threads may only queue a new size, which
-the next run takes up.
+told once, and never stops the step. Who needs memory for a while has room made for it (`yielding`), or has what ran
+out of memory run once more with all that the tier can spare (`retry_on_oom`). Other threads may only queue a new size,
+which the next run takes up.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Relief(Sizing):
         for change in plan.changes:
             if change.after == change.before and change.tier not in self._held:
                 self._held.add(change.tier)
-                self._tell(change)
+                self._tell_change(change)
         if plan.sizes:
             try:
                 self._carry_out(plan)
@@ -121,18 +121,16 @@ class Relief(Sizing):
         recorder.promoted += sum(rank[self._ledger.home(chunk)] < rank[home] for chunk, home in homes.items())
         for change in plan.changes:
             if change.after != change.before:
-                self._tell(replace(change, after=self.setup.tiers[change.tier].arena.lasting))
+                self._tell_change(replace(change, after=self.setup.tiers[change.tier].arena.lasting))
 
-    def _tell(self, change: Change) -> None:
+    def _tell_change(self, change: Change) -> None:
         kind = "hold" if change.after == change.before else "spill" if change.after < change.before else "promote"
         log = _log.warning if kind == "hold" else _log.info
         log("%s", change)
         self._traffic.recorder.decide(kind, *str(change).split("; ", 1))
 
     def _holdings(self) -> Holdings:
-        needs = {
-            chunk: Need(info.compute, info.named, self._ledger.home(chunk)) for chunk, info in self._infos.items()
-        }
+        needs = {chunk: Need(info.compute, info.named, self._ledger.home(chunk)) for chunk, info in self._infos.items()}
         return Holdings(
             needs, self._rooms(), self._limits(), self.setup.order, self._extent_bytes, self._spare_on_disks()
         )
@@ -231,7 +229,7 @@ class Relief(Sizing):
             return
         try:
             self._resize({tier: before})
-            self._traffic.recorder.decide("promote", f"{tier} has {before:,} extents again", "what it yielded to is over")
+            self._traffic.recorder.decide("promote", f"{tier} has {before:,} extents again", "no longer yielding")
         except (TierstoreError, OSError) as error:
             _log.warning("%s stays smaller than it was before it yielded: %s", tier, error)
             self._traffic.recorder.decide("hold", f"{tier} stays smaller than before it yielded", str(error))
@@ -284,7 +282,7 @@ class Relief(Sizing):
         plan = plan_giving(self._holdings_with(tier.name), tier.name, tier.arena.lasting, told, at_least=1)
         for change in plan.changes:
             if change.after == change.before:
-                self._tell(change)
+                self._tell_change(change)
         if plan.sizes:
             self._carry_out(plan)
         self._try_after[tier.name] = self._traffic.recorder.steps + STEPS_BEFORE_TRYING_AGAIN
@@ -293,7 +291,7 @@ class Relief(Sizing):
     # -- from other threads ---------------------------------------------------------------------------------------
 
     def _request(self, tier: str, extents: int) -> Future[int]:
-        """Queue a new size; the answer is the extents that the tier has then."""
+        """Queue a new size; the answer is the bytes that the tier has then."""
         answer: Future[int] = Future()
         self._requests.put(_Request(tier, extents, answer))
         if self.is_closed:
@@ -308,7 +306,7 @@ class Relief(Sizing):
                 continue
             try:
                 self.resize_tier(request.tier, request.extents)
-                request.answer.set_result(self.setup.tiers[request.tier].arena.lasting)
+                request.answer.set_result(self.setup.tiers[request.tier].arena.lasting * self._extent_bytes)
             except BaseException as error:
                 request.answer.set_exception(error)
                 if not isinstance(error, Exception):

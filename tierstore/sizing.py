@@ -85,6 +85,15 @@ class Sizing(Housing):
         slab = max(self.setup.slab_extents[tier.name], extents // SLABS_PER_TIER)
         tier.grow(max(0, extents - tier.arena.lasting), slab_extents=slab)
 
+    def _join(self, name: str) -> None:
+        """Open a tier of the policy that nothing needed until now, of no size yet."""
+        tier, self._io = self.setup.later[name]()
+        self.setup.tiers[name] = tier
+        self._tiers_to_close.append(tier)
+        self._line = tuple(self.setup.tiers)
+        self._traffic.join(tier)
+        self._traffic.recorder.decide("room", f"{name} has joined: {', '.join(tier.paths)}", "nothing needed it before")
+
     # -- room between paths ---------------------------------------------------------------------------------------
 
     def _move_room(self, *, to_the_end: bool = False) -> None:
@@ -123,6 +132,8 @@ class Sizing(Housing):
             self._vacate(tier, in_use)
             for slab in slabs:
                 tier.shrink_on(slab)
+            if slabs and isinstance(tier, MemoryTier):
+                tier.device.release_unused()
         finally:
             for slab in slabs:
                 if arena.has_slab(slab):

@@ -285,6 +285,11 @@ class Recorder:
         self.spilled = self.promoted = 0  # chunks
 
     @property
+    def moved_bytes(self) -> int:
+        """What was moved along all routes."""
+        return sum(route.bytes for route in self._routes.values())
+
+    @property
     def steps(self) -> int:
         """How many steps are done."""
         return self._step.count

@@ -23,9 +23,9 @@ from tierstore.errors import (
 )
 from tierstore.execution import ChunkInfo, Use
 from tierstore.housing import Setup
+from tierstore.parking import Parking
 from tierstore.planning import Plan, plan_fetch
 from tierstore.residency import Fresh, Moving, Resident
-from tierstore.sizing import Sizing
 from tierstore.stats import Stats
 from tierstore.trace import Trace
 from tierstore.traffic import FailedWriteError
@@ -35,7 +35,7 @@ __all__ = ["ChunkInfo", "ChunkStore", "Setup", "Use"]
 _log = logging.getLogger("tierstore.store")
 
 
-class ChunkStore(Sizing):
+class ChunkStore(Parking):
     """Chunks in tiers. `describe` turns a chunk number into words for errors."""
 
     def __init__(self, setup: Setup, *, describe: Callable[[int], str] = "chunk {}".format) -> None:
@@ -43,6 +43,7 @@ class ChunkStore(Sizing):
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
         self._traces: list[Trace] = []
+        self._begin_relief()
         for decision in setup.decided:
             self._traffic.recorder.decide(*decision)
 
@@ -54,6 +55,7 @@ class ChunkStore(Sizing):
     def add_chunks(self, infos: Mapping[int, ChunkInfo]) -> None:
         """Enter fresh chunks and give them homes. Raises CapacityError, with nothing changed, if there is no room."""
         with self._entered():
+            self._return()
             homes = self._homes_with(infos)
             self._rehome(homes)
             self._short = None
@@ -113,7 +115,11 @@ class ChunkStore(Sizing):
             self._raise_errors()
             if self._failure is not None:
                 raise FailedStepError(self._failure)
+            self._return()
+            self._serve()
             self._move_room()
+            if is_step:
+                self._adapt()
             self._refuse_unreadable(order)
             with self._running():
                 self._execute(order, upcoming, use, finish, ready, is_step=is_step)
@@ -141,6 +147,7 @@ class ChunkStore(Sizing):
         """Begin to bring chunks to where they are used, as far as there is room; wait for nothing."""
         with self._entered():
             self._raise_errors()
+            self._return()
             wanted = [chunk for chunk in chunks if not isinstance(self._ledger.where(chunk), Fresh)]
             self._execution.issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
 
@@ -148,6 +155,7 @@ class ChunkStore(Sizing):
         """Begin to bring one chunk to where it is used, whatever has to make room."""
         with self._entered():
             self._raise_errors()
+            self._return()
             if self._ledger.bound_for(chunk) != self._infos[chunk].compute:
                 self._execution.issue_all(self._plan([chunk], ()))
 
@@ -155,6 +163,7 @@ class ChunkStore(Sizing):
         """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
         with self._entered():
             self._raise_errors()
+            self._return()
             self._send_home(chunks)
 
     def read_record(self, chunk: int, into: Tensor) -> bool:

@@ -1,16 +1,19 @@
-"""What a policy says of swap files, as objects: its folders, the files in them, and what is told of both."""
+"""What a policy says of swap files, as objects: its folders, files in them, an engine, and what is told of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from tierstore.errors import PolicyError
 from tierstore.folders import swap_folders
 from tierstore.io import Engine
 from tierstore.policy import NvmeTier
 from tierstore.stats import IoStats
 from tierstore.swapfile import SwapFile
 from tierstore.tiers import FileTier, Tier
+from tierstore.tuning import Tuning
 
 
 def folders_of(nvme: NvmeTier) -> list[Path]:
@@ -33,6 +36,36 @@ def open_files(nvme: NvmeTier, engine: Engine) -> list[SwapFile]:
             undo.callback(files[-1].close)
         undo.pop_all()
     return files
+
+
+def open_nvme_engine(nvme: NvmeTier, open_engine: Callable[..., Engine], tuning: Tuning | None) -> Engine:
+    """Open the engine of a policy, with what is chosen where the policy says `auto`. Raises PolicyError."""
+    io = nvme.io
+    threads, depth, size = (
+        None if value == "auto" else value for value in (io.threads, io.queue_depth, io.request_size)
+    )
+    if tuning is not None:
+        threads, depth, size = (choice.value for choice in (tuning.threads, tuning.queue_depth, tuning.request_size))
+    engine = open_engine(io.engine, threads=threads, queue_depth=depth, request_size=size)
+    engine.timeout_seconds = io.timeout
+    if io.direct is True and not engine.supports_direct:
+        engine.close()
+        raise PolicyError(
+            f"tiers.nvme.io.direct: true, but the {engine.name} engine is buffered: choose threads or libaio"
+        )
+    return engine
+
+
+def open_file_tier(nvme: NvmeTier, engine: Engine, extent_bytes: int) -> FileTier:
+    """Open a policy's files, of no size yet, as a tier. Raises SwapError, with none of them left open."""
+    tier = FileTier("nvme", open_files(nvme, engine), extent_bytes, checksum=nvme.io.checksum)
+    try:
+        for file in tier.files:
+            engine.prepare(file.path)
+    except BaseException:
+        tier.close()
+        raise
+    return tier
 
 
 def io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:

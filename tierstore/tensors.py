@@ -12,6 +12,7 @@ import contextlib
 import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self, overload
 
@@ -205,23 +206,37 @@ class TieredStore(PieceStore):
 
     def resize(self, tier: str, capacity: int | str) -> int:
         """Give a tier a capacity (`8MiB`, or bytes), and return the bytes it has then: fewer by less than a chunk, or
-        more by less than a slab, as it shrinks by whole slabs.
+        more by less than a slab, as it shrinks by whole slabs. From then on it grows no further by itself.
 
         Raises CapacityError or DiskFullError, with everything as it was, if that cannot be; LeaseError if a leased
-        chunk is in the way.
+        chunk is in the way; WrongThreadError while another thread is in the store: see `request_resize`.
         """
         with self._entered():
-            if tier not in self.setup.tiers:
-                raise PolicyError(f"there is no tier {tier!r} in this store; it has {', '.join(self._line)}")
-            found: Any = capacity
-            nbytes = CpuTier(capacity=found).capacity
-            if not isinstance(nbytes, int) or nbytes < self._extent_bytes:
-                raise PolicyError(
-                    f"capacity {capacity!r}: give a size such as 8MiB, at least a chunk of {self._extent_bytes:,} bytes"
-                )
-            self.resize_tier(tier, nbytes // self._extent_bytes)
-            self._growing.pop(tier, None)
+            self.resize_tier(tier, self._extents_of(tier, capacity))
             return self.setup.tiers[tier].arena.lasting * self._extent_bytes
+
+    def request_resize(self, tier: str, capacity: int | str) -> Future[int]:
+        """As `resize`, from any thread at any time: done at the beginning of the next step, or other run of chunks.
+
+        What is returned has the bytes then, or the error; it may be cancelled until then.
+        """
+        return self._request(tier, self._extents_of(tier, capacity))
+
+    def _extents_of(self, tier: str, capacity: int | str) -> int:
+        """A capacity in extents. Raises PolicyError for none, and for tiers there are not."""
+        if tier not in self.setup.tiers:
+            raise PolicyError(f"there is no tier {tier!r} in this store; it has {', '.join(self._line)}")
+        found: Any = capacity
+        nbytes = CpuTier(capacity=found).capacity
+        if not isinstance(nbytes, int) or nbytes < self._extent_bytes:
+            raise PolicyError(
+                f"capacity {capacity!r}: give a size such as 8MiB, at least a chunk of {self._extent_bytes:,} bytes"
+            )
+        return nbytes // self._extent_bytes
+
+    def resize_tier(self, name: str, extents: int) -> None:
+        super().resize_tier(name, extents)
+        self._growing.pop(name, None)
 
     def check(self) -> None:
         """Raise InvariantError unless every invariant holds: of arenas, ledger and moves, and of names and pieces."""

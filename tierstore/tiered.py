@@ -33,6 +33,7 @@ from tierstore.handed import Handed
 from tierstore.held import Held
 from tierstore.members import NONE, WithState, refuse_what_no_rule_updates
 from tierstore.normed import NormedWork
+from tierstore.offloading import GradientsOf, Offloading
 from tierstore.policy import TIER_NAMES, TierPolicy
 from tierstore.rules import NormedRule, Rule
 from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
@@ -47,7 +48,7 @@ PolicyLike = TierPolicy | Mapping[str, Any] | str | os.PathLike[str] | None
 """A policy, a mapping, or the path of a YAML file. None: all tiers, sized by themselves."""
 
 
-class TieredOptimizer(Checkpointed, torch.optim.Optimizer):
+class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
     """Stands before one of torch's optimizers in the bases of a class that names its rule."""
 
     rule: ClassVar[Rule]
@@ -225,8 +226,11 @@ class TieredOptimizer(Checkpointed, torch.optim.Optimizer):
 
     @property
     def store(self) -> TieredStore:
-        """The store that holds the state: `where()`, `stats()`, `check()`, `resize()`."""
-        return self.bound()[0].store
+        """The store that holds the state: `where()`, `stats()`, `check()`, `resize()`, `yielding()` and others."""
+        store = self.bound()[0].store
+        if store.gradients is None:
+            store.gradients = GradientsOf(self)
+        return store
 
     # -- state --------------------------------------------------------------------------------------------------
 

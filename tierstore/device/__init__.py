@@ -1,0 +1,35 @@
+"""Streams, events, allocation and page-locking: one protocol, for host memory and for accelerators."""
+
+from tierstore.device.accelerator import (
+    REGISTER_PIECE,
+    AcceleratorDevice,
+    host_for,
+    is_capturing,
+    is_out_of_memory,
+    may_still_move_to_accelerator,
+    open_device,
+    present_accelerator,
+    random_state,
+    set_random_state,
+    wait_for_all_work,
+)
+from tierstore.device.base import Device, DeviceMemory, Event, HostDevice, Stream
+
+__all__ = [
+    "REGISTER_PIECE",
+    "AcceleratorDevice",
+    "Device",
+    "DeviceMemory",
+    "Event",
+    "HostDevice",
+    "Stream",
+    "host_for",
+    "is_capturing",
+    "is_out_of_memory",
+    "may_still_move_to_accelerator",
+    "open_device",
+    "present_accelerator",
+    "random_state",
+    "set_random_state",
+    "wait_for_all_work",
+]

@@ -1,0 +1,173 @@
+"""Tiers emptied on demand, and filled again: for when something else needs their memory between steps.
+
+What lies in the tiers goes to a slower one, which grows for it where the policy leaves its size open, and their memory
+goes back to the system or the device. Until they are filled again no chunk can be used, but all state can be read and
+saved where it is. Whoever uses a chunk has them filled again first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tierstore.errors import CapacityError, LeaseError, PolicyError
+from tierstore.placement import LINE
+from tierstore.planning import plan_fetch
+from tierstore.relief import Relief
+from tierstore.stats import Relocation
+
+_log = logging.getLogger("tierstore.relief")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """What was changed: the extents that tiers had, the homes of chunks, and which of them were where they are used."""
+
+    sizes: Mapping[str, int]
+    homes: Mapping[int, str]
+    in_use: tuple[int, ...]
+
+
+class Parking(Relief):
+    """Tiers that can be emptied."""
+
+    _parked: _Parked | None = None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether tiers are empty until somebody uses a chunk."""
+        return self._parked is not None
+
+    def offload(self, tiers: Sequence[str], to: str | None = None) -> Relocation:
+        """Empty memory tiers and give their memory back; what is in them goes `to` a slower tier.
+
+        Without `to` that is the fastest one that has, or may take, the room. Raises CapacityError, with nothing moved,
+        if there is none; LeaseError if a chunk in them is leased; PolicyError for tiers that cannot be meant.
+        """
+        with self._entered():
+            self._raise_errors()
+            began, moved = time.perf_counter(), self._moved_bytes()
+            emptied = self._check_emptied(tiers)
+            self._come_to_rest()
+            room = {name: self.setup.tiers[name].arena.capacity for name in emptied}
+            goal, homes, wanted = self._goal(emptied, to)
+            parked = self._what_is_parked([*emptied, goal])
+            if goal not in self.setup.tiers:
+                self._join(goal)
+            self._parked = parked  # from here on, what breaks off is put right by whoever uses a chunk
+            has = self.setup.tiers[goal].arena.lasting
+            self._resize({goal: max(has, wanted), **dict.fromkeys(emptied, 0)}, homes)
+            done = Relocation(
+                self._moved_bytes() - moved, sum(room.values()) * self._extent_bytes, time.perf_counter() - began
+            )
+            self._tell_relocation("offload", f"{', '.join(emptied)} emptied into {goal}", done)
+            return done
+
+    def reload(self) -> Relocation:
+        """Give emptied tiers their memory again, and chunks their homes; begin to fetch those that were in use.
+
+        Does nothing while no tier is emptied. Raises CapacityError, with everything as it was, without the memory.
+        """
+        with self._entered():
+            parked = self._parked
+            if parked is None:
+                return Relocation(0, 0, 0.0)
+            began, moved = time.perf_counter(), self._moved_bytes()
+            before = {name: self.setup.tiers[name].arena.capacity for name in parked.sizes}
+            there = {chunk: home for chunk, home in parked.homes.items() if chunk in self._infos}
+            self._resize(parked.sizes, {**{chunk: self._ledger.home(chunk) for chunk in self._infos}, **there})
+            self._parked = None
+            wanted = [chunk for chunk in parked.in_use if chunk in self._infos]
+            self._execution.issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
+            taken = sum(max(0, self.setup.tiers[name].arena.capacity - size) for name, size in before.items())
+            done = Relocation(self._moved_bytes() - moved, taken * self._extent_bytes, time.perf_counter() - began)
+            self._tell_relocation("reload", f"{', '.join(parked.sizes)} as before", done)
+            return done
+
+    def resize_tier(self, name: str, extents: int) -> None:
+        with self._entered():
+            self._return()
+            super().resize_tier(name, extents)
+            self._most[name] = extents
+
+    def _return(self) -> None:
+        """Fill emptied tiers again, as a chunk is about to be used."""
+        if self._parked is not None:
+            self.reload()
+
+    def _check_emptied(self, tiers: Sequence[str]) -> list[str]:
+        """The memory tiers to be emptied, the fastest first."""
+        names = [tiers] if isinstance(tiers, str) else list(tiers)
+        for name in names:
+            self._memory_tier(name)
+        emptied = [name for name in self._line if name in names]
+        if not emptied:
+            raise PolicyError(f"found no tier to empty; allowed: one or more of {', '.join(self._line)}")
+        for place, chunk in self._ledger.valid_places().items():
+            if place.tier in emptied and self._ledger.is_leased(chunk):
+                raise LeaseError(f"{self._describe(chunk)} is leased, so that {place.tier} cannot be emptied")
+        return emptied
+
+    def _goal(self, emptied: Sequence[str], to: str | None) -> tuple[str, dict[int, str], int]:
+        """Where what is in the tiers goes; every chunk's home then; how many extents that takes there."""
+        last = LINE.index(emptied[-1])
+        homes_in = self.setup.homes | self.setup.later.keys()
+        slower = [name for name in LINE[last + 1 :] if name in homes_in]
+        if to is not None and to not in slower:
+            allowed = f"allowed: {', '.join(slower)}" if slower else "add a slower tier to the policy"
+            raise PolicyError(f"{', '.join(emptied)} cannot be emptied into {to!r}; {allowed}")
+        short: CapacityError | None = None
+        for goal in slower if to is None else [to]:
+            homes, wanted = self._homes_without(emptied, goal)
+            try:
+                self._check_room(goal, wanted)
+            except CapacityError as error:
+                short = error
+            else:
+                return goal, homes, wanted
+        raise short or PolicyError(f"{', '.join(emptied)} cannot be emptied: add a slower tier to the policy")
+
+    def _homes_without(self, emptied: Sequence[str], goal: str) -> tuple[dict[int, str], int]:
+        """Homes once chunks have theirs in `goal` that had it in emptied tiers; and others that lie there, for which
+        there is room in it."""
+        homes = {chunk: self._ledger.home(chunk) for chunk in self._infos}
+        homes |= {chunk: goal for chunk, home in homes.items() if home in emptied}
+        wanted = sum(home == goal for home in homes.values())
+        has = self.setup.tiers[goal].arena.lasting if goal in self.setup.tiers else 0
+        for place, chunk in self._ledger.valid_places().items():
+            if place.tier in emptied and homes[chunk] != goal and wanted < has:
+                homes[chunk] = goal
+                wanted += 1
+        return homes, wanted
+
+    def _check_room(self, goal: str, wanted: int) -> None:
+        has = self.setup.tiers[goal].arena.lasting if goal in self.setup.tiers else 0
+        most = self.setup.given.get(goal)
+        if wanted > has and most is not None and wanted > most:
+            raise CapacityError(
+                f"{goal} has {has:,} extents of {self._extent_bytes:,} bytes, and {wanted:,} are needed: raise "
+                f"tiers.{goal}.capacity to at least {wanted * self._extent_bytes:,} bytes, or choose a slower tier"
+            )
+
+    def _what_is_parked(self, changed: Sequence[str]) -> _Parked:
+        """What there is now; of tiers that are emptied one after another, what there was at first."""
+        sizes = {name: self.setup.tiers[name].arena.lasting if name in self.setup.tiers else 0 for name in changed}
+        homes = {chunk: self._ledger.home(chunk) for chunk in self._infos}
+        in_use = [chunk for chunk, info in self._infos.items() if self._ledger.bound_for(chunk) == info.compute]
+        if self._parked is None:
+            return _Parked(sizes, homes, tuple(in_use))
+        return _Parked({**sizes, **self._parked.sizes}, {**homes, **self._parked.homes}, self._parked.in_use)
+
+    def _moved_bytes(self) -> int:
+        return self._traffic.recorder.moved_bytes
+
+    def _tell_relocation(self, kind: str, what: str, done: Relocation) -> None:
+        rate = done.bytes_moved / done.seconds if done.seconds else 0.0
+        text = (
+            f"{done.memory_bytes:,} bytes of memory and {done.bytes_moved:,} bytes moved in {done.seconds:.3f} s "
+            f"({rate / 1e9:.2f} GB/s)"
+        )
+        _log.info("%s: %s; %s", kind, what, text)
+        self._traffic.recorder.decide(kind, what, text)
