@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from tests.contracts import DeviceContract
 from tests.fakes import POISON, HonestDevice, Schedule, honest_parts
 from tests.trial import Trial
-from tierstore import TieredAdamW, device, mapping
+from tierstore import TieredAdamW, mapping
 from tierstore.build import Parts
-from tierstore.device import AcceleratorDevice, Device, DeviceMemory, HostDevice, host_for, open_device
+from tierstore.device import AcceleratorDevice, Device, DeviceMemory, HostDevice, accelerator, host_for, open_device
 from tierstore.errors import CapacityError, PolicyError
 from tierstore.mapping import HUGE_PAGE, map_host_memory
 
@@ -325,9 +325,9 @@ class Runtime:
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The devices whose last error was taken away."""
     devices: list[torch.device] = []
-    monkeypatch.setattr(device, "_forget_cuda_error", devices.append)
+    monkeypatch.setattr(accelerator, "_forget_cuda_error", devices.append)
     monkeypatch.setattr(torch.cuda, "device", lambda device: memoryview(b""))  # any context manager
-    monkeypatch.setattr(device, "REGISTER_PIECE", 8192)
+    monkeypatch.setattr(accelerator, "REGISTER_PIECE", 8192)
     return devices
 
 

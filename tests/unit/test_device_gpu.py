@@ -15,16 +15,10 @@ from tests.trial import Trial, WrongBytesError
 from tests.unit.test_waits import without_copy_waiting_for_the_update
 from tierstore import TieredAdamW
 from tierstore.build import Parts
-from tierstore.device import (
-    AcceleratorDevice,
-    Device,
-    _register_with_cuda,
-    host_for,
-    map_host_memory,
-    open_device,
-)
+from tierstore.device import AcceleratorDevice, Device, host_for, open_device
+from tierstore.device.accelerator import _register_with_cuda
 from tierstore.errors import CapacityError
-from tierstore.mapping import HUGE_PAGE
+from tierstore.mapping import HUGE_PAGE, map_host_memory
 from tierstore.probes import Probe
 from tierstore.tiers import MemoryTier
 

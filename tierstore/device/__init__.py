@@ -1,7 +1,6 @@
 """Streams, events, allocation and page-locking: one protocol, for host memory and for accelerators."""
 
 from tierstore.device.accelerator import (
-    REGISTER_PIECE,
     AcceleratorDevice,
     host_for,
     is_capturing,
@@ -16,7 +15,6 @@ from tierstore.device.accelerator import (
 from tierstore.device.base import Device, DeviceMemory, Event, HostDevice, Stream
 
 __all__ = [
-    "REGISTER_PIECE",
     "AcceleratorDevice",
     "Device",
     "DeviceMemory",
