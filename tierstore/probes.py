@@ -74,11 +74,12 @@ class Probe:
         self._passing.append(max(0, _most_allocated(now, before) - now.allocated_bytes))
         at_peak = now.allocated_bytes + max(self._passing)
         used = min(now.total_bytes, now.total_bytes - now.free_bytes - now.reserved_bytes + at_peak)
-        source = (
-            f"{device.name}: {_mib(now.free_bytes)} of {_mib(now.total_bytes)} free; torch has reserved "
-            f"{_mib(now.reserved_bytes)}, {_mib(now.allocated_bytes)} of them for tensors, {_mib(at_peak)} at the peak "
-            "of the last steps"
-        )
+        source = f"{device.name}: {_mib(now.free_bytes)} of {_mib(now.total_bytes)} free"
+        if now.reserved_bytes:
+            source += (
+                f"; torch has reserved {_mib(now.reserved_bytes)}, {_mib(now.allocated_bytes)} of them for tensors, "
+                f"{_mib(at_peak)} at the peak of the last steps"
+            )
         return Pressure(used, now.total_bytes, source)
 
     def _measure_host(self) -> Pressure:

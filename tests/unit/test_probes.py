@@ -93,6 +93,7 @@ def test_what_is_told_of_a_device_has_its_numbers() -> None:
 def test_host_memory_can_stand_in_for_a_device() -> None:
     found = Probe(gpu=HostDevice("stand-in"), folders=()).measure_now()["gpu"]
     assert 0 < found.used_bytes < found.total_bytes
+    assert found.source.startswith("stand-in: ") and "torch" not in found.source
 
 
 # --- the host
