@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+_SLURM_MEMORY = {"NODE": "", "CPU": "SLURM_CPUS_ON_NODE", "GPU": "SLURM_GPUS_ON_NODE"}  # SLURM_MEM_PER_x times how many
 _RANK_VARIABLES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
@@ -143,10 +144,29 @@ def memory_stall_percent(root: Path = Path("/")) -> float | None:
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """How many training processes share this machine, as the launcher said it; 1 when nobody said anything usable."""
     for name in _RANK_VARIABLES:
-        value = environment.get(name, "")
-        if value.isascii() and value.isdigit() and int(value) >= 1:
-            return int(value)
+        ranks = _count(environment.get(name, ""))
+        if ranks:
+            return ranks
     return 1
+
+
+def slurm_memory(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Bytes of this node's memory that Slurm has given the job; None where it gave no less than all, or does not say.
+
+    Slurm counts in MiB unless a unit is given.
+    """
+    for unit, number in _SLURM_MEMORY.items():
+        match = re.fullmatch(r"([0-9]+)([KMGT]?)", environment.get(f"SLURM_MEM_PER_{unit}", "").upper())
+        each = int(match[1]) << 10 * ("KMGT".index(match[2] or "M") + 1) if match is not None else 0
+        nbytes = each * (_count(environment.get(number, "")) if number else 1)
+        if nbytes:
+            return nbytes
+    return None
+
+
+def _count(value: str) -> int:
+    """The number that a variable of the environment holds; 0 where it holds anything else."""
+    return int(value) if value.isascii() and value.isdigit() else 0
 
 
 def _machine(root: Path) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from tierstore.stats import Pressure
 PAUSE = 100
 """The next measurement is made after so many times as long as the last one took."""
 WINDOW = 8
-"""The peak of a step stays in mind for so many measurements."""
+"""What a step takes in passing counts in so many measurements."""
 
 
 class Probe:
@@ -42,16 +42,22 @@ class Probe:
         self._clock = clock
         self._not_before = -math.inf
         self._last = DeviceMemory(0, 0)
-        self._passing: deque[int] = deque(maxlen=WINDOW)
+        self._passing: deque[int] = deque(maxlen=WINDOW - 1)
 
     def measure(self) -> dict[str, Pressure] | None:
-        """Measure by tier, `cpu` always, `gpu` and `nvme` where there are any; None so soon that it would cost time."""
-        return self.measure_now() if self._clock() >= self._not_before else None
+        """Measure between two steps, by tier: `cpu` always, `gpu` and `nvme` where there are any.
+
+        None so soon after the last time that it would cost time.
+        """
+        return self._measure(ends_step=True) if self._clock() >= self._not_before else None
 
     def measure_now(self) -> dict[str, Pressure]:
-        """Measure, however long ago the last time was."""
+        """Measure at any time. What is known of the last steps stays as it is: none need have passed."""
+        return self._measure(ends_step=False)
+
+    def _measure(self, *, ends_step: bool) -> dict[str, Pressure]:
         begin = self._clock()
-        found = {} if self._gpu is None else {"gpu": self._measure_device(self._gpu)}
+        found = {} if self._gpu is None else {"gpu": self._measure_device(self._gpu, ends_step=ends_step)}
         found["cpu"] = self._measure_host()
         spaces = self._disk_spaces()
         if spaces:
@@ -60,7 +66,7 @@ class Probe:
         self._not_before = end + PAUSE * (end - begin)
         return found
 
-    def _measure_device(self, device: Device) -> Pressure:
+    def _measure_device(self, device: Device, *, ends_step: bool) -> Pressure:
         """What is used at the peak of the last steps: by others, by our tensors now, and by those of a step in passing.
 
         Between two steps the activations are gone, and the allocator's cache is what is left of them: the next step
@@ -69,16 +75,19 @@ class Probe:
         most since the measurement before, above what they take now, and the most of that in the last measurements.
         It says nothing of chunks, which are there between the steps too: once some have left, less is used.
         """
-        now, before = device.memory_now(), self._last
-        self._last = now
-        self._passing.append(max(0, _most_allocated(now, before) - now.allocated_bytes))
-        at_peak = now.allocated_bytes + max(self._passing)
+        now = device.memory_now()
+        passing = max(0, _most_allocated(now, self._last) - now.allocated_bytes)
+        at_peak = now.allocated_bytes + max((passing, *self._passing))
+        if ends_step:
+            self._passing.append(passing)
+            self._last = now
         used = min(now.total_bytes, now.total_bytes - now.free_bytes - now.reserved_bytes + at_peak)
-        source = (
-            f"{device.name}: {_mib(now.free_bytes)} of {_mib(now.total_bytes)} free; torch has reserved "
-            f"{_mib(now.reserved_bytes)}, {_mib(now.allocated_bytes)} of them for tensors, {_mib(at_peak)} at the peak "
-            "of the last steps"
-        )
+        source = f"{device.name}: {_mib(now.free_bytes)} of {_mib(now.total_bytes)} free"
+        if now.reserved_bytes:
+            source += (
+                f"; torch has reserved {_mib(now.reserved_bytes)}, {_mib(now.allocated_bytes)} of them for tensors, "
+                f"{_mib(at_peak)} at the peak of the last steps"
+            )
         return Pressure(used, now.total_bytes, source)
 
     def _measure_host(self) -> Pressure:

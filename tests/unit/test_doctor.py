@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ import pytest
 
 from tests.commands import exit_status, json_on_stdout
 from tierstore import calibrate
+from tierstore.doctor.examination import bandwidth_finding
 from tierstore.doctor.finding import Finding, Level
 from tierstore.doctor.machine import (
     aio_finding,
     cores_finding,
+    device_finding,
     huge_pages_finding,
     machine_findings,
+    memlock_finding,
     memory_finding,
+    slurm_finding,
     stall_finding,
     waiting_finding,
 )
@@ -26,7 +31,8 @@ from tierstore.doctor.swap import swap_findings
 from tierstore.errors import TransferError
 from tierstore.folders import FolderKind
 from tierstore.policy import NvmeTier, TierPolicy
-from tierstore.pressure import HostMemory
+from tierstore.pressure import DiskSpace, HostMemory
+from tierstore.rates import PathRates, SizeRates
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -44,6 +50,19 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 def run(*arguments: str | Path) -> int:
     return exit_status("doctor", *arguments)
+
+
+def lay_down(root: Path, files: Mapping[str, str | int]) -> Path:
+    """Files as the kernel of some machine shows them."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(str(content))
+    return root
+
+
+def examined(root: Path, files: Mapping[str, str | int]) -> dict[str, Finding]:
+    """What is found, by name, on a machine that shows these files."""
+    return {finding.name: finding for finding in machine_findings(TierPolicy.load(None), lay_down(root, files))}
 
 
 def levels(answer: dict[str, Any], name: str | Path) -> list[str]:
@@ -89,6 +108,9 @@ def test_calibration_is_shown_kept_and_dated(tmp_path: Path, capsys: pytest.Capt
     assert again["calibration"] == measured
     (kept,) = [finding for finding in again["findings"] if finding["name"] == "calibration"]
     assert measured["measured_at"] in kept["text"]
+    texts = [finding["text"] for finding in again["findings"] if finding["name"] == "bandwidth"]
+    assert [text.partition(":")[0] for text in texts] == [*measured["paths"], "memory"]
+    assert "reads" in texts[0] and "writes" in texts[0] and "copied at" in texts[1]
     assert os.listdir(tmp_path) == []
 
 
@@ -210,10 +232,48 @@ def folder_levels(folder: Path, **io: Any) -> list[Level]:
     return [finding.level for finding in swap_findings(folder, NvmeTier(io=io))]
 
 
-@pytest.mark.parametrize("kind", [FolderKind.MEMORY, FolderKind.NETWORK])
-def test_folder_that_is_no_disk_is_warned_of(kind: FolderKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.doctor.swap.describe_folder", lambda folder: kind)
-    assert folder_levels(tmp_path)[0] is Level.WARN
+@pytest.mark.parametrize(
+    ("mounted", "level", "words"),
+    [
+        ("ext4 /dev/nvme0n1", Level.OK, "ext4 on /dev/nvme0n1"),
+        ("overlay overlay", Level.OK, "overlay on overlay"),  # a container's own root: its disk's speed, as a rule
+        ("fuse.fuse-overlayfs fuse-overlayfs", Level.OK, "fuse-overlayfs"),
+        ("tmpfs tmpfs", Level.WARN, "is memory"),
+        ("rootfs none", Level.WARN, "is memory"),
+        ("nfs4 server:/home", Level.WARN, "is a network"),
+        ("lustre 10.0.0.1@tcp:/scratch", Level.WARN, "is a network"),
+        ("fuse.sshfs me@host:", Level.WARN, "is a network"),
+        (None, Level.OK, "an unknown filesystem on an unknown device"),
+    ],
+)
+def test_folder_that_is_no_disk_is_warned_of(mounted: str | None, level: Level, words: str, tmp_path: Path) -> None:
+    table = f"1 0 8:1 / / rw - xfs /dev/root rw\n2 1 0:50 / {tmp_path} rw - {mounted} rw\n" if mounted else ""
+    root = lay_down(tmp_path / "recorded", {"proc/self/mountinfo": table})
+    finding = swap_findings(tmp_path, NvmeTier(), root)[0]
+    assert finding.level is level and words in finding.text
+    assert bool(finding.advice) == (level is Level.WARN)
+
+
+@pytest.mark.parametrize(
+    ("free", "level", "words"),
+    [
+        (500 * GIB, Level.OK, "480.0 GiB of them for state"),
+        (20 * GIB + 512 * MIB, Level.WARN, "512.0 MiB of them"),
+        (19 * GIB, Level.FAIL, "0 B of them"),
+    ],
+)
+def test_free_space_is_what_is_free_above_the_margin(
+    free: int, level: Level, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstore.doctor.swap.disk_space", lambda folder: DiskSpace(1000 * GIB, free))
+    finding = swap_findings(tmp_path, NvmeTier())[1]
+    assert finding.level is level and words in finding.text
+
+
+def test_folder_without_unnamed_files_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    found = swap_findings(tmp_path, NvmeTier())[3]
+    assert found.level is Level.WARN and "O_TMPFILE does not work" in found.text
 
 
 def test_folder_without_direct_io_is_warned_of_and_fails_if_it_is_asked_for(
@@ -252,12 +312,30 @@ def memory(available: int, limit: int | None = None) -> HostMemory:
     return HostMemory(64 * GIB, available, limit, "machine", limit or 64 * GIB)
 
 
+def path_rates(rate: float) -> PathRates:
+    return PathRates(1e-4, rate, rate, (SizeRates(MIB, 1e-3, rate),))
+
+
 @pytest.mark.parametrize(
     ("finding", "level"),
     [
         (memory_finding(memory(32 * GIB)), Level.OK),
         (memory_finding(memory(6 * GIB)), Level.WARN),
         (memory_finding(memory(6 * GIB, limit=8 * GIB)), Level.OK),
+        (device_finding("cuda:0", 70 * GIB, 80 * GIB), Level.OK),
+        (device_finding("cuda:0", 2 * GIB, 80 * GIB), Level.WARN),  # somebody else computes on it
+        (slurm_finding(None, memory(32 * GIB)), Level.OK),
+        (slurm_finding(8 * GIB, memory(6 * GIB, limit=8 * GIB)), Level.OK),
+        (slurm_finding(8 * GIB, memory(6 * GIB, limit=9 * GIB)), Level.OK),  # AllowedRAMSpace above 100
+        (slurm_finding(8 * GIB, memory(32 * GIB)), Level.WARN),
+        (slurm_finding(8 * GIB, memory(32 * GIB, limit=40 * GIB)), Level.WARN),
+        (slurm_finding(64 * GIB, memory(32 * GIB)), Level.OK),  # the whole node
+        (memlock_finding(None, is_pinned=True, memory=memory(32 * GIB)), Level.OK),
+        (memlock_finding(8 * MIB, is_pinned=False, memory=memory(32 * GIB)), Level.OK),
+        (memlock_finding(16 * GIB, is_pinned=True, memory=memory(32 * GIB)), Level.OK),
+        (memlock_finding(8 * MIB, is_pinned=True, memory=memory(32 * GIB)), Level.WARN),
+        (bandwidth_finding("ext4 on /dev/nvme0n1", path_rates(2e9)), Level.OK),
+        (bandwidth_finding("ext4 on /dev/sda", path_rates(120e6)), Level.WARN),
         (stall_finding(0.5), Level.OK),
         (stall_finding(30.0), Level.WARN),
         (huge_pages_finding("always"), Level.OK),
@@ -281,13 +359,86 @@ def test_levels(finding: Finding, level: Level) -> None:
 
 def test_machine_that_tells_nothing_of_itself_is_examined_too(tmp_path: Path) -> None:
     """No /proc, no /sys: as on another system, or in a sandbox."""
-    findings = {finding.name: finding for finding in machine_findings(TierPolicy.load(None), tmp_path)}
+    findings = examined(tmp_path, {})
     assert findings["huge pages"].text.startswith("unknown") and findings["memory"].level is not Level.FAIL
     assert not {"pressure", "aio-max-nr"} & findings.keys()
 
 
-def test_pressure_of_a_container_is_read(tmp_path: Path) -> None:
-    (tmp_path / "proc/pressure").mkdir(parents=True)
-    (tmp_path / "proc/pressure/memory").write_text("some avg10=12.50 avg60=0.10 avg300=0.00 total=7\nfull avg10=0.00")
-    findings = {finding.name: finding for finding in machine_findings(TierPolicy.load(None), tmp_path)}
-    assert findings["pressure"].level is Level.WARN and "12.5 %" in findings["pressure"].text
+MACHINE = {"proc/meminfo": "MemTotal: 67108864 kB\nMemFree: 1000 kB\nMemAvailable: 50331648 kB\n"}
+STALL = "some avg10={} avg60=0.10 avg300=0.00 total=7\nfull avg10=0.00\n"
+
+
+def container(version: int, *, used: int, limit: int) -> dict[str, str | int]:
+    """The files of a container on a machine of 64 GiB, 48 of them available."""
+    if version == 1:
+        group, names = "sys/fs/cgroup/memory/docker/c", ("usage_in_bytes", "limit_in_bytes")
+        files: dict[str, str | int] = {"proc/self/cgroup": "4:memory:/docker/c\n"}
+    else:
+        group, names = "sys/fs/cgroup/docker/c", ("current", "max")
+        files = {"proc/self/cgroup": "0::/docker/c\n"}
+    return {**MACHINE, **files, **{f"{group}/memory.{name}": n for name, n in zip(names, (used, limit), strict=True)}}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("used", "level"), [(2 * GIB, Level.OK), (8 * GIB - 512 * MIB, Level.WARN)])
+def test_memory_is_judged_by_the_limit_of_the_container(version: int, used: int, level: Level, tmp_path: Path) -> None:
+    finding = examined(tmp_path, container(version, used=used, limit=8 * GIB))["memory"]
+    assert finding.level is level
+    for words in ("64.0 GiB, 8.0 GiB allowed", f"cgroup v{version}", "docker/c"):
+        assert words in finding.text
+
+
+def test_machine_without_a_limit_is_judged_as_a_whole(tmp_path: Path) -> None:
+    text = examined(tmp_path, MACHINE)["memory"].text
+    assert "64.0 GiB, no limit below that; 48.0 GiB available (machine)" in text and "at most 24.0 GiB" in text
+
+
+@pytest.mark.parametrize("percent", [0.5, 12.5])
+def test_pressure_of_a_container_is_read(percent: float, tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/c\n", "sys/fs/cgroup/c/memory.pressure": STALL.format(percent)}
+    finding = examined(tmp_path, {"proc/pressure/memory": STALL.format(99.0), **files})["pressure"]
+    assert finding.level is (Level.WARN if percent > 10 else Level.OK) and f"{percent} %" in finding.text
+
+
+@pytest.mark.parametrize(("setting", "level"), [("always [madvise] never", Level.OK), ("always [never]", Level.WARN)])
+def test_setting_of_huge_pages_is_read(setting: str, level: Level, tmp_path: Path) -> None:
+    assert examined(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": setting})["huge pages"].level is level
+
+
+@pytest.mark.parametrize(("taken", "level"), [(0, Level.OK), (65000, Level.WARN)])
+def test_requests_that_the_kernel_still_takes_are_counted(taken: int, level: Level, tmp_path: Path) -> None:
+    pytest.importorskip("libaio")
+    files = {"proc/sys/fs/aio-nr": taken, "proc/sys/fs/aio-max-nr": 65536}
+    assert examined(tmp_path, files)["aio-max-nr"].level is level
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "level", "words"),
+    [
+        ({"SLURM_MEM_PER_NODE": "8192"}, 8 * GIB, Level.OK, "8.0 GiB are allowed"),
+        ({"SLURM_MEM_PER_NODE": "8192"}, None, Level.WARN, "no control group holds it to that"),
+        ({"SLURM_MEM_PER_CPU": "2048", "SLURM_CPUS_ON_NODE": "4"}, None, Level.WARN, "the job has 8.0 GiB"),
+        ({"SLURM_MEM_PER_NODE": "0"}, None, Level.OK, "all memory of this node"),
+    ],
+)
+def test_memory_that_slurm_gave_is_compared_with_what_is_allowed(
+    given: dict[str, str],
+    limit: int | None,
+    level: Level,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without ConstrainRAMSpace a job sees the whole node's memory as its own, until Slurm ends it."""
+    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**given, "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    files = MACHINE if limit is None else container(2, used=GIB, limit=limit)
+    finding = examined(tmp_path, files)["slurm"]
+    assert finding.level is level and words in finding.text
+
+
+def test_nothing_is_said_of_slurm_outside_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert "slurm" not in examined(tmp_path, MACHINE)

@@ -19,6 +19,7 @@ from tierstore.pressure import (
     mount_of,
     mounts,
     processor,
+    slurm_memory,
 )
 
 GIB = 1 << 30
@@ -198,6 +199,24 @@ def test_free_disk_is_what_an_unprivileged_process_may_fill(tmp_path: Path) -> N
 )
 def test_local_ranks_believes_the_launcher_and_ignores_nonsense(environment: dict[str, str], ranks: int) -> None:
     assert local_ranks(environment) == ranks
+
+
+@pytest.mark.parametrize(
+    ("environment", "nbytes"),
+    [
+        ({}, None),
+        ({"SLURM_MEM_PER_NODE": "4096"}, 4 * GIB),
+        ({"SLURM_MEM_PER_NODE": "4g"}, 4 * GIB),
+        ({"SLURM_MEM_PER_NODE": "1048576K"}, GIB),
+        ({"SLURM_MEM_PER_NODE": "0"}, None),
+        ({"SLURM_MEM_PER_NODE": "much"}, None),
+        ({"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8"}, 8 * GIB),
+        ({"SLURM_MEM_PER_CPU": "1024"}, None),
+        ({"SLURM_MEM_PER_GPU": "2T", "SLURM_GPUS_ON_NODE": "2"}, 4096 * GIB),
+    ],
+)
+def test_memory_that_slurm_gave_a_job(environment: dict[str, str], nbytes: int | None) -> None:
+    assert slurm_memory(environment) == nbytes
 
 
 def test_nearest_mount_above_a_folder_is_the_last_one_there(tmp_path: Path) -> None:

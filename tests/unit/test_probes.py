@@ -8,6 +8,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fakes import CurveDevice
 from tierstore.device import DeviceMemory, HostDevice
@@ -26,9 +28,10 @@ def at(*, tensors: int, cached: int, peak: int, others: int = 10, returned: int 
 
 
 def used(*curve: DeviceMemory) -> list[float]:
-    """What a probe says of each point is used, in GiB."""
-    probe = Probe(gpu=CurveDevice(curve), folders=(), host=lambda: FEW)
-    return [probe.measure_now()["gpu"].used_bytes / GIB for _ in curve]
+    """What a probe says of each point is used, in GiB, a step before each."""
+    probe = Probe(gpu=CurveDevice(curve), folders=(), host=lambda: FEW, clock=lambda: 0.0)
+    found = [probe.measure() for _ in curve]
+    return [each["gpu"].used_bytes / GIB for each in found if each is not None]
 
 
 # --- a device
@@ -77,6 +80,59 @@ def test_peak_that_the_user_reset_says_nothing_and_the_cache_stands_for_it() -> 
     assert used(usual, *[reset] * (WINDOW + 1))[-2:] == [50, 20]
 
 
+def test_steps_are_not_forgotten_by_measuring_while_none_passes() -> None:
+    """All was released for something else, which asked again and again what is free: then chunks took the room."""
+    a_step = at(tensors=30, cached=20, peak=50)
+    released = at(tensors=5, cached=0, peak=50)
+    probe = Probe(gpu=CurveDevice([a_step, *[released] * (2 * WINDOW + 1)]), folders=(), clock=lambda: 0.0)
+    assert probe.measure()
+    for _ in range(2 * WINDOW):
+        assert probe.measure_now()["gpu"].used_bytes == 35 * GIB
+    found = probe.measure()
+    assert found is not None and found["gpu"].used_bytes == 35 * GIB
+
+
+class Allocator:
+    """Keeps what tensors leave, as torch's does, and the statistics that torch keeps."""
+
+    def __init__(self) -> None:
+        self.tensors = self.reserved = self.peak = self.returned = 0
+        self.peak_since = 0
+
+    def take(self, nbytes: int) -> None:
+        self.tensors += nbytes
+        self.reserved = max(self.reserved, self.tensors)
+        self.peak, self.peak_since = max(self.peak, self.tensors), max(self.peak_since, self.tensors)
+
+    def leave(self, nbytes: int) -> None:
+        self.tensors -= min(nbytes, self.tensors)
+
+    def empty(self, _: int) -> None:
+        self.returned += self.reserved - self.tensors
+        self.reserved = self.tensors
+
+    def now(self) -> DeviceMemory:
+        self.peak_since = self.tensors
+        return DeviceMemory(TOTAL - self.reserved, TOTAL, self.reserved, self.tensors, self.peak, self.returned)
+
+
+STEP = st.lists(st.tuples(st.sampled_from(["take", "leave", "empty"]), st.integers(0, 30)))
+
+
+@given(st.lists(STEP, min_size=1, max_size=3 * WINDOW))
+def test_what_a_step_took_is_never_taken_to_be_free(steps: list[list[tuple[str, int]]]) -> None:
+    allocator = Allocator()
+    curve, took = [], []
+    for step in steps:
+        for action, nbytes in step:
+            getattr(allocator, action)(nbytes)
+        took.append(allocator.peak_since - allocator.tensors)
+        curve.append(allocator.now())
+    for number, found in enumerate(used(*curve)):
+        least = curve[number].allocated_bytes + max(took[max(0, number - WINDOW + 1) : number + 1])
+        assert round(found * GIB) >= least
+
+
 def test_no_more_is_used_than_there_is() -> None:
     """Others came, and took the memory that a step needs."""
     assert used(at(tensors=10, cached=50, peak=60), at(tensors=10, cached=0, peak=60, others=60)) == [70, 80]
@@ -93,6 +149,7 @@ def test_what_is_told_of_a_device_has_its_numbers() -> None:
 def test_host_memory_can_stand_in_for_a_device() -> None:
     found = Probe(gpu=HostDevice("stand-in"), folders=()).measure_now()["gpu"]
     assert 0 < found.used_bytes < found.total_bytes
+    assert found.source.startswith("stand-in: ") and "torch" not in found.source
 
 
 # --- the host

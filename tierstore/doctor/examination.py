@@ -18,11 +18,13 @@ from tierstore.doctor.view import print_findings, print_rates
 from tierstore.errors import PolicyError
 from tierstore.output import STDOUT, check_target, write_json, write_stdout
 from tierstore.policy import TierPolicy
-from tierstore.rates import Rates
-from tierstore.tuning import Tuning, tune
+from tierstore.rates import PathRates, Rates
+from tierstore.tuning import Tuning, per_second, tune
 
 WELL, ILL = 0, 1
 """Exit statuses: nothing fails; something does."""
+SLOW_BYTES_PER_SECOND = 200e6
+"""Below this a disk that turns, or a network, is behind a path."""
 LARGE_BYTES = 1 << 40
 """Of state for which choices are shown: so much that the capacity of tiers is what limits a chunk."""
 
@@ -123,12 +125,27 @@ def _policy(options: Options) -> TierPolicy:
 
 
 def _calibration(rates: Rates, *, is_expected: bool, is_asked: bool) -> list[Finding]:
-    findings = []
+    findings = [bandwidth_finding(name, path) for name, path in rates.paths.items()]
+    if rates.machine is not None:
+        copied, elements = rates.machine.copied_bytes_per_second, rates.machine.elements_per_second
+        text = f"memory: copied at {per_second(copied)}; AdamW updates {elements / 1e6:,.0f} million elements a second"
+        findings.append(ok("bandwidth", text))
     if rates.paths and rates.measured_at is not None:
-        findings.append(ok("calibration", f"{', '.join(rates.paths)}: measured {rates.measured_at}"))
+        findings.append(ok("calibration", f"measured {rates.measured_at}; --calibrate measures anew"))
     elif is_expected and not is_asked:
         text = "none yet: above 1 GiB of state in files, the first step measures for at most a second"
         findings.append(ok("calibration", f"{text}; --calibrate does now"))
     for note in rates.notes:
         findings.append(warn("calibration", note, "the defaults are used: nothing is wrong with that"))
     return findings
+
+
+def bandwidth_finding(name: str, path: PathRates) -> Finding:
+    """Judge how fast a path was when it was measured."""
+    text = (
+        f"{name}: reads {per_second(path.read_bytes_per_second)}, writes {per_second(path.write_bytes_per_second)}, "
+        f"both at once {per_second(path.mixed_bytes_per_second)}"
+    )
+    if path.mixed_bytes_per_second < SLOW_BYTES_PER_SECOND:
+        return warn("bandwidth", text, "each step waits for it: add a folder on a faster disk, or a larger cpu tier")
+    return ok("bandwidth", text)

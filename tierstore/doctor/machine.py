@@ -22,6 +22,7 @@ from tierstore.pressure import (
     huge_pages,
     local_ranks,
     memory_stall_percent,
+    slurm_memory,
 )
 from tierstore.rules.adam import AdamWRule
 
@@ -29,6 +30,8 @@ TORCH = (2, 6), (2, 15)
 """From the first, below the second: what tierstore supports."""
 LOW_SHARE = 0.1
 """Of memory, what should be available at least."""
+SLURM_SLACK = 1.25
+"""Control groups that Slurm makes may allow this much more than the job was given."""
 STALLED_PERCENT = 10.0
 FEW_REQUESTS = 1024
 
@@ -41,11 +44,13 @@ def machine_findings(policy: TierPolicy, root: Path = _ROOT) -> Iterator[Finding
     yield _accelerator(policy)
     memory = host_memory(root)
     yield memory_finding(memory)
+    if "SLURM_JOB_ID" in os.environ:
+        yield slurm_finding(slurm_memory(), memory)
     stall = memory_stall_percent(root)
     if stall is not None:
         yield stall_finding(stall)
     yield huge_pages_finding(huge_pages(root))
-    yield _memlock(is_pinned=present_accelerator() is not None, memory=memory)
+    yield memlock_finding(_memlock(), is_pinned=present_accelerator() is not None, memory=memory)
     yield cores_finding(available(), os.cpu_count() or 1, torch.get_num_threads())
     if policy.tiers.nvme is not None:
         yield waiting_finding(os.environ)
@@ -76,8 +81,7 @@ def _accelerator(policy: TierPolicy) -> Finding:
     device, gpu = present_accelerator(), policy.tiers.gpu
     opened = None if device is None else open_device("auto", device)
     if opened is not None:
-        free, total = opened.memory_bytes()
-        return ok("accelerator", f"{device}: {size(free)} of {size(total)} are free")
+        return device_finding(str(device), *opened.memory_bytes())
     if device is not None:
         return warn("accelerator", f"{device}, without streams", "state will be updated on the CPU, from host memory")
     if gpu is not None and gpu.device != "cpu" and gpu.required:
@@ -85,9 +89,16 @@ def _accelerator(policy: TierPolicy) -> Finding:
     return ok("accelerator", "none that torch can use: updates are computed on the CPU")
 
 
+def device_finding(name: str, free: int, total: int) -> Finding:
+    """Judge an accelerator's memory."""
+    text = f"{name}: {size(free)} of {size(total)} are free"
+    if free < LOW_SHARE * total:
+        return warn("accelerator", text, "end what else takes its memory (nvidia-smi shows what), or use another one")
+    return ok("accelerator", text)
+
+
 def memory_finding(memory: HostMemory) -> Finding:
     """Judge memory by what the machine and the container allow."""
-    whole = memory.limit_bytes or memory.total_bytes
     limit = "no limit below that" if memory.limit_bytes is None else f"{size(memory.limit_bytes)} allowed"
     ranks = local_ranks()
     text = (
@@ -95,9 +106,24 @@ def memory_finding(memory: HostMemory) -> Finding:
         f"tiers.cpu.capacity: auto takes at most {size(memory.available_bytes // 2 // ranks)}"
         + (f" for each of {ranks} ranks" if ranks > 1 else "")
     )
-    if memory.available_bytes < LOW_SHARE * whole:
+    if memory.available_bytes < LOW_SHARE * memory.bound_bytes:
         return warn("memory", text, "give tiers.cpu.capacity a size, or end what else takes memory here")
     return ok("memory", text)
+
+
+def slurm_finding(given: int | None, memory: HostMemory) -> Finding:
+    """Judge whether the memory that Slurm has given the job is what the job's control groups hold it to."""
+    if given is None:
+        return ok("slurm", "the job may use all memory of this node, as far as Slurm says")
+    allowed = memory.limit_bytes or memory.total_bytes
+    text = f"the job has {size(given)} of this node's memory"
+    if allowed <= SLURM_SLACK * given:
+        return ok("slurm", f"{text}, and {size(allowed)} are allowed")
+    return warn(
+        "slurm",
+        f"{text}, but no control group holds it to that: tiers.cpu.capacity: auto may take more, and Slurm end the job",
+        f"give tiers.cpu.capacity a size, at most what the job leaves of {size(given // local_ranks())}",
+    )
 
 
 def stall_finding(percent: float) -> Finding:
@@ -119,21 +145,27 @@ def huge_pages_finding(setting: str) -> Finding:
     )
 
 
-def _memlock(*, is_pinned: bool, memory: HostMemory) -> Finding:
+def _memlock() -> int | None:
+    """How many bytes this process may lock; None where there is no limit."""
     try:
         import resource
     except ImportError:
-        return ok("memlock", "this platform has no such limit")
+        return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def memlock_finding(limit: int | None, *, is_pinned: bool, memory: HostMemory) -> Finding:
+    """Judge how much memory may be page-locked, which is wanted where there is an accelerator."""
+    if limit is None:
         return ok("memlock", "no limit")
     if not is_pinned:
-        return ok("memlock", f"{size(soft)}; memory is page-locked only for an accelerator")
-    if soft >= memory.available_bytes // 2:
-        return ok("memlock", size(soft))
+        return ok("memlock", f"{size(limit)}; memory is page-locked only for an accelerator")
+    if limit >= memory.available_bytes // 2:
+        return ok("memlock", size(limit))
     return warn(
         "memlock",
-        f"{size(soft)} may be locked, less than the cpu tier may become",
+        f"{size(limit)} may be locked, less than the cpu tier may become",
         "where page-locking is refused: ulimit -l unlimited (docker run --ulimit memlock=-1)",
     )
 

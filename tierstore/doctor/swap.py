@@ -19,6 +19,8 @@ PATIENCE_SECONDS = 5.0
 """How long a folder may take to answer."""
 LITTLE_BYTES = 1 << 30
 
+_ROOT = Path("/")
+
 
 def folders_of(policy: TierPolicy, *, is_asked_for: bool) -> tuple[list[Path], list[Finding]]:
     """The swap folders of a policy; none, and why, if there is none that can be used without being named.
@@ -36,11 +38,11 @@ def folders_of(policy: TierPolicy, *, is_asked_for: bool) -> tuple[list[Path], l
         return [], [tell("swap", text, "name a folder on a local disk: TIERSTORE_SWAP, tiers.nvme.paths or --path")]
 
 
-def swap_findings(folder: Path, nvme: NvmeTier) -> list[Finding]:
-    """Look at one folder."""
+def swap_findings(folder: Path, nvme: NvmeTier, root: Path = _ROOT) -> list[Finding]:
+    """Look at one folder. `root`: where the kernel's files are."""
     name = str(folder)
     try:
-        return wait_within(PATIENCE_SECONDS, lambda: list(_look(name, folder, nvme)))
+        return wait_within(PATIENCE_SECONDS, lambda: list(_look(name, folder, nvme, root)))
     except TimeoutError:
         return [fail(name, f"the disk did not answer within {PATIENCE_SECONDS:g} s", "use another: this one hangs")]
     except (OSError, TierstoreError) as error:
@@ -65,10 +67,10 @@ def capacity_findings(policy: TierPolicy, folders: Sequence[Path]) -> Iterator[F
         yield ok("capacity", f"tiers.nvme.capacity of {size(nvme.capacity)} fits the disks")
 
 
-def _look(name: str, folder: Path, nvme: NvmeTier) -> Iterator[Finding]:
+def _look(name: str, folder: Path, nvme: NvmeTier, root: Path) -> Iterator[Finding]:
     file = SwapFile(folder, direct=None, warns=False)  # raises SwapError where no swap file can be made
     try:
-        yield _filesystem(name, folder)
+        yield _filesystem(name, folder, root)
         yield _space(name, folder)
         yield _direct(name, file.direct, is_required=nvme.io.direct is True)
         yield _unnamed(name, folder)
@@ -76,8 +78,8 @@ def _look(name: str, folder: Path, nvme: NvmeTier) -> Iterator[Finding]:
         file.close()
 
 
-def _filesystem(name: str, folder: Path) -> Finding:
-    mount, kind = mount_of(folder), describe_folder(folder)
+def _filesystem(name: str, folder: Path, root: Path) -> Finding:
+    mount, kind = mount_of(folder, root), describe_folder(folder, root=root)
     text = f"{mount.filesystem or 'an unknown filesystem'} on {mount.source or 'an unknown device'}"
     advice = "set tiers.nvme.paths or TIERSTORE_SWAP to a folder on a local disk"
     if kind is FolderKind.MEMORY:
