@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ from tierstore.build import Parts
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.writer import Writer
 from tierstore.device import Device, DeviceMemory, Event, HostDevice
-from tierstore.errors import CheckpointFileError, TransferError
+from tierstore.errors import CapacityError, CheckpointFileError, TransferError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Progress, Request
 from tierstore.io.threads import ThreadsEngine
 from tierstore.mapping import map_host_memory
+from tierstore.stats import Pressure
+from tierstore.store import ChunkStore
 from tierstore.tiers import FileTier, Tier
 from tierstore.transfer import Ticket, TransferEngine
 
@@ -698,6 +701,83 @@ def honest_parts(seed: int, *, asynchronous_host: bool = False) -> Parts:
         open_engine=lambda *_, **__: HonestEngine(schedule),
         open_transfer=lambda io, accelerator: HonestTransfer(io, accelerator, schedule=schedule),
     )
+
+
+# --- pressure
+
+
+class CurveProbe:
+    """Measures memory of `total` bytes: a tier has what it has, and others have what a curve says, step by step.
+
+    It stands for `Probe`; the last point of the curve stays. `store` is set once there is one.
+    """
+
+    def __init__(self, total: int, curve: Sequence[int], tier: str = "cpu") -> None:
+        self.store: ChunkStore | None = None
+        self.seen: list[float] = []  # the shares that were measured
+        self._total = total
+        self._curve = deque(curve)
+        self._tier = tier
+
+    def measure(self) -> dict[str, Pressure]:
+        """What is used at the next point of the curve."""
+        if len(self._curve) > 1:
+            self._curve.popleft()
+        return self.measure_now()
+
+    def measure_now(self) -> dict[str, Pressure]:
+        """What is used at this point."""
+        used = self._curve[0]
+        if self.store is not None:
+            used += self.store.stats().tiers[self._tier].capacity_bytes
+        self.seen.append(used / self._total)
+        disk = Pressure(0, 1 << 40, "an empty disk")
+        return {self._tier: Pressure(used, self._total, "as a curve says"), "nvme": disk}
+
+
+class ActivationDevice(HostDevice):
+    """Host memory that stands in for an accelerator of `total` bytes, with an allocator that keeps what is freed.
+
+    `activate` is a forward and backward that needs so many bytes beside what is there.
+    """
+
+    def __init__(self, total: int) -> None:
+        super().__init__("stand-in")
+        self._total = total
+        self._slabs: list[weakref.ref[Tensor]] = []
+        self.releases = 0
+        self._kept = 0  # by the allocator, free to use again
+        self._peak = 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of slabs that are there."""
+        return sum(slab.numel() for one in self._slabs if (slab := one()) is not None)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        if self.allocated + nbytes > self._total:
+            raise CapacityError(f"{self._total - self.allocated} bytes are free, and {nbytes} are asked for")
+        self._kept = min(max(0, self._kept - nbytes), self._total - self.allocated - nbytes)
+        slab = super().allocate(nbytes)
+        self._slabs.append(weakref.ref(slab))
+        return slab
+
+    def activate(self, nbytes: int) -> None:
+        """Have `nbytes` more for a moment. Raises OutOfMemoryError as a device does."""
+        at_peak = self.allocated + nbytes
+        if at_peak > self._total:
+            raise torch.OutOfMemoryError(f"tried to allocate {nbytes} bytes, {self._total - self.allocated} are free")
+        self._peak = max(self._peak, at_peak)
+        self._kept = max(self._kept, nbytes)
+
+    def memory_now(self) -> DeviceMemory:
+        allocated = self.allocated
+        reserved = allocated + self._kept
+        return DeviceMemory(self._total - reserved, self._total, reserved, allocated, self._peak)
+
+    def release_unused(self) -> None:
+        self.releases += 1
+        self._kept = 0
 
 
 # --- checkpoints

@@ -90,7 +90,6 @@ class Parking(Relief):
         with self._entered():
             self._return()
             super().resize_tier(name, extents)
-            self._most[name] = extents
 
     def _return(self) -> None:
         """Fill emptied tiers again, as a chunk is about to be used."""

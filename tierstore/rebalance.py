@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from tierstore.errors import CapacityError
 from tierstore.growth import with_enough_nvme
-from tierstore.placement import ENOUGH_EXTENTS, PIPELINE_EXTENTS, Need, Room, place_homes
+from tierstore.placement import ENOUGH_EXTENTS, LINE, PIPELINE_EXTENTS, Need, Room, place_homes
 from tierstore.stats import Pressure
 
 STALL_PERCENT = 10.0
@@ -165,12 +165,25 @@ def plan_giving(holdings: Holdings, tier: str, extents: int, reason: str, *, at_
     return Rebalance((Change(tier, room.extents, room.extents, f"{reason}, but what is left is needed"),), {})
 
 
+def plan_size(holdings: Holdings, tier: str, extents: int, reason: str) -> Rebalance:
+    """Plan to give a tier a size. Raises CapacityError if homes and pipelines would not fit."""
+    room = holdings.rooms[tier]
+    rooms = {**holdings.rooms, tier: replace(room, extents=extents)}
+    if extents <= room.extents:
+        return _in_rooms(holdings, rooms, tier, reason)
+    return Rebalance(_changes(holdings, rooms, tier, reason), holdings.homes_in(rooms, anew=_slower(rooms, tier)))
+
+
+def _slower(rooms: Mapping[str, Room], tier: str) -> list[str]:
+    return [name for name in LINE[LINE.index(tier) + 1 :] if name in rooms]
+
+
 def _in_rooms(holdings: Holdings, rooms: Mapping[str, Room], tier: str, reason: str) -> Rebalance:
     """Find homes with a tier made smaller: in what room there is, else in files that grow, for enough in flight."""
     try:
         return Rebalance(_changes(holdings, rooms, tier, reason), holdings.homes_in(rooms))
     except CapacityError:
-        if holdings.spare <= 0:
+        if holdings.spare <= 0 or tier == "nvme":
             raise
     smaller = rooms[tier].extents - (PIPELINE_EXTENTS - ENOUGH_EXTENTS)
     for extents in [smaller, rooms[tier].extents] if smaller >= ENOUGH_EXTENTS else [rooms[tier].extents]:
@@ -194,9 +207,7 @@ def _plan_taking(holdings: Holdings, tier: str, extents: int, reason: str) -> Re
         extents = extents // limits.grows_by * limits.grows_by
     if extents <= 0:
         return Rebalance((), {})
-    rooms = {**holdings.rooms, tier: replace(room, extents=room.extents + extents)}
-    slower = [name for name in ("cpu", "nvme") if name != tier]
-    return Rebalance(_changes(holdings, rooms, tier, reason), holdings.homes_in(rooms, anew=slower))
+    return plan_size(holdings, tier, room.extents + extents, reason)
 
 
 def _changes(holdings: Holdings, rooms: Mapping[str, Room], tier: str, reason: str) -> tuple[Change, ...]:

@@ -22,7 +22,16 @@ from tierstore.folders import disk_margin
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.placement import Need
 from tierstore.randomness import Randomness
-from tierstore.rebalance import Change, Holdings, Limits, Rebalance, is_called_for, plan_giving, plan_rebalance
+from tierstore.rebalance import (
+    Change,
+    Holdings,
+    Limits,
+    Rebalance,
+    is_called_for,
+    plan_giving,
+    plan_rebalance,
+    plan_size,
+)
 from tierstore.sizing import Sizing
 from tierstore.stats import Pressure
 from tierstore.tiers import MemoryTier
@@ -66,8 +75,25 @@ class Relief(Sizing):
         self._most: dict[str, int] = dict(self.setup.given)
         self._ceilings: dict[str, int] = {}  # of tiers that yield for now
         self._try_after: dict[str, int] = {}  # the step before which a tier that could not grow is left alone
+        self._look_after = STEPS_BEFORE_TRYING_AGAIN
         self._held: set[str] = set()  # tiers of which it has been told that they cannot shrink
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+
+    def resize_tier(self, name: str, extents: int) -> None:
+        """Make a tier `extents` large, and no larger by itself later; it shrinks by whole slabs only.
+
+        Files without a given size grow for what has to leave. Raises CapacityError if homes and pipelines would not
+        fit, or what stopped a chunk that should move to a new home; size and homes are then as they were.
+        """
+        with self._entered():
+            self._come_to_rest()
+            before = self.setup.tiers[name].arena.lasting
+            plan = plan_size(self._holdings(), name, extents, f"{extents:,} were asked for")
+            self._join_for(plan)
+            self._resize({**plan.sizes, name: extents}, plan.homes)
+            self._most[name] = extents
+            what = f"{name} has {self.setup.tiers[name].arena.capacity:,} extents of {self._extent_bytes:,} bytes"
+            self._traffic.recorder.decide("resize", f"{what}, before {before:,}", f"{extents:,} were asked for")
 
     # -- pressure -------------------------------------------------------------------------------------------------
 
@@ -93,6 +119,7 @@ class Relief(Sizing):
         may_grow = step >= STEPS_BEFORE_GROWTH
         if not is_called_for(pressure, limits, sizes, may_grow=may_grow):
             self._held.clear()
+            self._look_again(limits, sizes)
             return
         plan = plan_rebalance(self._holdings(), pressure, processes=self.setup.processes, may_grow=may_grow)
         for change in plan.changes:
@@ -108,20 +135,36 @@ class Relief(Sizing):
                 _log.warning("tiers stay as they are, though %s: %s", plan.changes[0].reason, error)
                 self._traffic.recorder.decide("hold", f"{plan.changes[0].tier} stays as it is: {error}", str(plan))
 
+    def _look_again(self, limits: Mapping[str, Limits], sizes: Mapping[str, int]) -> None:
+        """Now and then let a device's allocator give back what it keeps, where that keeps a tier from growing.
+
+        It keeps what some step once needed, and nobody can tell whether steps still need it until it has let go.
+        """
+        step, gpu = self._traffic.recorder.steps, self.setup.tiers.get("gpu")
+        if gpu is not None and "gpu" in limits and sizes["gpu"] < limits["gpu"].most and step >= self._look_after:
+            self._look_after = step + STEPS_BEFORE_TRYING_AGAIN
+            self._memory_tier("gpu").device.release_unused()
+
     def _carry_out(self, plan: Rebalance) -> None:
         """Resize tiers, and say so; a tier that was not needed before joins."""
-        for name in plan.sizes.keys() & self.setup.later.keys():
-            self._join(name)
+        self._join_for(plan)
         shrinking = {change.tier for change in plan.changes if change.after < change.before}
-        homes = {chunk: self._ledger.home(chunk) for chunk in self._infos}
         before = sum(place.tier in shrinking for place in self._ledger.valid_places())
         self._resize(plan.sizes, plan.homes)
-        recorder, rank = self._traffic.recorder, {name: number for number, name in enumerate(self._line)}
+        recorder = self._traffic.recorder
         recorder.spilled += max(0, before - sum(place.tier in shrinking for place in self._ledger.valid_places()))
-        recorder.promoted += sum(rank[self._ledger.home(chunk)] < rank[home] for chunk, home in homes.items())
+        recorder.promoted += sum(
+            change.after - change.before
+            for change in plan.changes
+            if change.after > change.before and change.tier != "nvme"
+        )
         for change in plan.changes:
             if change.after != change.before:
                 self._tell_change(replace(change, after=self.setup.tiers[change.tier].arena.lasting))
+
+    def _join_for(self, plan: Rebalance) -> None:
+        for name in plan.sizes.keys() - self.setup.tiers.keys():
+            self._join(name)
 
     def _tell_change(self, change: Change) -> None:
         kind = "hold" if change.after == change.before else "spill" if change.after < change.before else "promote"
@@ -176,7 +219,9 @@ class Relief(Sizing):
         if "nvme" in self._most:
             has = self.setup.tiers["nvme"].arena.lasting if "nvme" in self.setup.tiers else 0
             return max(0, self._most["nvme"] - has)
-        disks = self._traffic.recorder.pressure.get("nvme")
+        if self.setup.probe is None:
+            return 0
+        disks = (self._traffic.recorder.pressure or self.setup.probe.measure_now()).get("nvme")
         if disks is None:
             return 0
         free = disks.total_bytes - disks.used_bytes - disk_margin(disks.total_bytes)
@@ -228,8 +273,7 @@ class Relief(Sizing):
         if self.setup.tiers[tier].arena.lasting >= before:
             return
         try:
-            self._resize({tier: before})
-            self._traffic.recorder.decide("promote", f"{tier} has {before:,} extents again", "no longer yielding")
+            self._carry_out(plan_size(self._holdings(), tier, before, "what it yielded to is over"))
         except (TierstoreError, OSError) as error:
             _log.warning("%s stays smaller than it was before it yielded: %s", tier, error)
             self._traffic.recorder.decide("hold", f"{tier} stays smaller than before it yielded", str(error))

@@ -16,7 +16,6 @@ from tierstore.arena import Extent
 from tierstore.errors import CapacityError, LeaseError, TransferError
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.housing import Housing
-from tierstore.placement import Room
 from tierstore.planning import plan_eviction, plan_step
 from tierstore.residency import Resident
 from tierstore.striping import Striping
@@ -28,29 +27,16 @@ _log = logging.getLogger("tierstore.store")
 class Sizing(Housing):
     """The sizes of a store's tiers."""
 
-    def resize_tier(self, name: str, extents: int) -> None:
-        """Make a tier `extents` large; smaller means emptying its last slabs first, and going down by whole slabs only.
+    def _resize(self, sizes: Mapping[str, int], homes: Mapping[int, str]) -> None:
+        """Give tiers other sizes, and chunks homes that fit these. All or nothing, until homes are as they should be.
 
-        Raises CapacityError if homes and pipelines would not fit, or what stopped a chunk that should move to a new
-        home; size and homes are then as they were.
+        Smaller means emptying a tier's last slabs, and going down by whole slabs only.
         """
-        with self._entered():
-            before = self.setup.tiers[name].arena.lasting
-            self._resize({name: extents})
-            what = f"{name} has {self.setup.tiers[name].arena.capacity:,} extents of {self._extent_bytes:,} bytes"
-            self._traffic.recorder.decide("resize", f"{what}, before {before:,}", f"{extents:,} were asked for")
-
-    def _resize(self, sizes: Mapping[str, int], homes: Mapping[int, str] | None = None) -> None:
-        """Give tiers other sizes, and chunks homes in these: those given, else those that suit."""
         self._come_to_rest()
         tiers = {name: self.setup.tiers[name] for name in sizes}
         before = {name: tier.arena.lasting for name, tier in tiers.items()}
         for name, tier in tiers.items():
             tier.check_shrinks(sizes[name])
-        if homes is None:
-            rooms = self._rooms() | {name: Room(sizes[name], name in self.setup.homes) for name in sizes}
-            grown = [self._line.index(name) for name in sizes if sizes[name] > before[name]]
-            homes = self._homes_for(self._infos, rooms, anew=self._line[min(grown) + 1 :] if grown else ())
         with contextlib.ExitStack() as undo:
             for name in reversed([name for name in self._line if name in tiers]):  # files first: they are what fails
                 undo.callback(self._shrink, tiers[name], before[name])
@@ -82,7 +68,7 @@ class Sizing(Housing):
 
     def _grow(self, tier: Tier, extents: int) -> None:
         """Reserve what a tier lacks to be so large, in slabs that it can be given back in."""
-        slab = max(self.setup.slab_extents[tier.name], extents // SLABS_PER_TIER)
+        slab = max(self.setup.slab_extents.get(tier.name, 1), extents // SLABS_PER_TIER)
         tier.grow(max(0, extents - tier.arena.lasting), slab_extents=slab)
 
     def _join(self, name: str) -> None:

@@ -192,8 +192,8 @@ class Stats:
     """A store at one moment. Routes are keyed `cpu->nvme`; one without a move yet has no entry. Paths, by folder.
 
     `step` is of all optimizer steps since the store was made, `last_step` of the last one. `decisions` are the last
-    1,000, the oldest first. `pressure`, by tier, is what was measured last; `spilled` and `promoted` count chunks that
-    had to leave a tier because of it, and those that were given a home further up when it had passed.
+    1,000, the oldest first. `pressure`, by tier, is what was measured last; `spilled` counts the
+    chunks that had to leave a tier because of it, `promoted` those that a tier took room for when there was some.
     """
 
     tiers: Mapping[str, TierStats]
