@@ -145,9 +145,10 @@ class Parking(Relief):
         has = self.setup.tiers[goal].arena.lasting if goal in self.setup.tiers else 0
         most = self.setup.given.get(goal)
         if wanted > has and most is not None and wanted > most:
+            otherwise = "" if goal == LINE[-1] else ", or choose a slower tier"
             raise CapacityError(
                 f"{goal} has {has:,} extents of {self._extent_bytes:,} bytes, and {wanted:,} are needed: raise "
-                f"tiers.{goal}.capacity to at least {wanted * self._extent_bytes:,} bytes, or choose a slower tier"
+                f"tiers.{goal}.capacity to at least {wanted * self._extent_bytes:,} bytes{otherwise}"
             )
 
     def _what_is_parked(self, changed: Sequence[str]) -> _Parked:

@@ -167,7 +167,8 @@ class Relief(Sizing):
             self._join(name)
 
     def _tell_change(self, change: Change) -> None:
-        kind = "hold" if change.after == change.before else "spill" if change.after < change.before else "promote"
+        kind = "spill" if change.after < change.before else "room" if change.tier == "nvme" else "promote"
+        kind = "hold" if change.after == change.before else kind
         log = _log.warning if kind == "hold" else _log.info
         log("%s", change)
         self._traffic.recorder.decide(kind, *str(change).split("; ", 1))

@@ -129,6 +129,8 @@ class Sizing(Housing):
         """Move the chunks in some extents, of slabs that are condemned, home or to other extents of the tier."""
         places = self._ledger.valid_places()
         chunks = [chunk for extent in sorted(extents) if (chunk := places.get(Resident(tier.name, extent))) is not None]
+        if not chunks:
+            return  # and what is under way need not be waited for
         guests = [chunk for chunk in chunks if self._ledger.home(chunk) != tier.name]
         self._send_home(guests)
         self._traffic.wait_for_all()

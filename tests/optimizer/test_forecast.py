@@ -276,8 +276,8 @@ def test_a_plan_for_sizes_beyond_this_machine_reserves_nothing_and_warns(tmp_pat
         "70B", {"tiers": {"cpu": {"capacity": "900GiB"}, "nvme": {"capacity": "90TB", "paths": [str(tmp_path)]}}}
     )
     assert answer.fits and set(tmp_path.iterdir()) == before
-    of_memory, of_disk = answer.warnings
-    assert "900.0 GiB" in of_memory and str(tmp_path) in of_disk
+    of_memory, of_disk, of_rates = answer.warnings
+    assert "900.0 GiB" in of_memory and str(tmp_path) in of_disk and "never measured" in of_rates
 
 
 def test_what_rates_choose_at_binding_a_plan_chooses_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from tests.fakes import ActivationDevice, CurveProbe
-from tests.optimizer.cases import KIB
+from tests.optimizer.cases import KIB, MIB
 from tierstore import TieredAdamW
 from tierstore.build import Parts
+from tierstore.errors import CapacityError, PolicyError, StoreClosedError
 from tierstore.probes import Probe
 from tierstore.stats import Stats
 
@@ -252,3 +255,170 @@ def test_a_capacity_can_be_cut_to_the_least_and_given_back_while_training(
     assert job.losses == undisturbed[: len(job.losses)]
     assert job.extents("gpu")[6] == 3 and job.extents("gpu")[14] == 40
     job.optimizer.close()
+
+
+# -- for a while, and once more ---------------------------------------------------------------------------------------
+
+
+def steady(folder: Path, total: int, *, gpu: int = 30, **settings: Any) -> tuple[Job, ActivationDevice]:
+    """A run whose device has so many extents of memory, of which its tier has a given number."""
+    on = OnDevice(total)
+    tiers = {"gpu": {"device": "cpu", "capacity": gpu * CHUNK}, "cpu": {"capacity": 20 * CHUNK}, "nvme": {}}
+    return Job(folder, tiers, on.parts, adapt=False, **settings), on.device
+
+
+def test_a_tier_yields_what_is_asked_for_and_has_it_again_afterwards(tmp_path: Path, undisturbed: list[float]) -> None:
+    job, device = steady(tmp_path, 50)
+
+    def before(step: int) -> None:
+        if step in (4, 9):
+            with job.optimizer.store.yielding("gpu", 40 * CHUNK):
+                assert device.allocated <= 10 * CHUNK
+                device.activate(40 * CHUNK)
+                job.optimizer.store.check()
+            device.release_unused()
+
+    job.train(before=before)
+    assert job.losses == undisturbed[: len(job.losses)]
+    assert job.extents("gpu")[-1] == 30
+    told = [decision for decision in job.stats[-1].decisions if decision.kind in ("spill", "promote")]
+    assert len(told) == 4 and "bytes are asked for" in told[0].reason
+    job.optimizer.close()
+
+
+def test_steps_may_be_made_while_a_tier_yields(tmp_path: Path, undisturbed: list[float]) -> None:
+    job, device = steady(tmp_path, 50)
+    job.train(3)
+    with job.optimizer.store.yielding("gpu", 45 * CHUNK):
+        losses = list(job.losses)
+        set_back(job)
+        job.train(3)
+        assert job.losses == [*losses, *losses]
+        assert device.allocated <= 5 * CHUNK
+    job.optimizer.close()
+
+
+def set_back(job: Job) -> None:
+    """Begin from the beginning."""
+    job.model.load_state_dict(make_model().state_dict())
+    job.optimizer.load_state_dict({**job.optimizer.state_dict(), "state": {}})
+
+
+def test_what_is_free_already_need_not_be_yielded(tmp_path: Path) -> None:
+    job, device = steady(tmp_path, 500)
+    job.train(2)
+    with job.optimizer.store.yielding("gpu", 300 * CHUNK):
+        assert device.allocated == 30 * CHUNK
+    job.optimizer.close()
+
+
+def test_more_than_a_tier_can_yield_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    job, device = steady(tmp_path, 50)
+    job.train(2)
+    with pytest.raises(CapacityError, match=r"offload\(\) empties a tier"), job.optimizer.store.yielding("gpu", MIB):
+        pytest.fail("the body must not run")
+    assert device.allocated == 30 * CHUNK
+    with pytest.raises(PolicyError, match="allowed: a memory tier"), job.optimizer.store.yielding("nvme", MIB):
+        pytest.fail("the body must not run")
+    job.train(1)
+    job.optimizer.close()
+
+
+def test_what_runs_out_of_memory_is_run_once_more_with_room(tmp_path: Path, undisturbed: list[float]) -> None:
+    """The third step needs more than is there; dropout tells whether random numbers were put back."""
+
+    def losses(job: Job, need: Callable[[int], None]) -> list[float]:
+        found = []
+        chance = torch.Generator().manual_seed(1)
+        torch.manual_seed(5)
+        for step in range(6):
+            inputs = torch.randn(8, 64, generator=chance)
+
+            def forward_and_backward(step: int = step, inputs: torch.Tensor = inputs) -> torch.Tensor:
+                noise = random.random() + float(np.random.random())
+                loss = functional.dropout(job.model(inputs) + noise).square().mean()
+                loss.backward()
+                need(step)
+                return loss.detach()
+
+            random.seed(step)
+            np.random.seed(step)
+            found.append(job.optimizer.store.retry_on_oom(forward_and_backward).item())
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.optimizer.store.check()
+        return found
+
+    job, device = steady(tmp_path, 50)
+    other, _ = steady(tmp_path, 50)
+    calls: list[int] = []
+
+    def need(step: int) -> None:
+        calls.append(step)
+        device.activate((40 if step in (2, 4) else 10) * CHUNK)
+
+    assert losses(job, need) == losses(other, lambda step: None)
+    assert calls == [0, 1, 2, 2, 3, 4, 5]
+    decision = next(one for one in job.optimizer.store.stats().decisions if one.kind == "spill")
+    assert "tried to allocate" in decision.reason
+    job.optimizer.close()
+    other.optimizer.close()
+
+
+def test_what_runs_out_of_memory_twice_says_so(tmp_path: Path) -> None:
+    job, device = steady(tmp_path, 50)
+    job.train(2)
+    with pytest.raises(torch.OutOfMemoryError):
+        job.optimizer.store.retry_on_oom(lambda: device.activate(60 * CHUNK))
+    job.train(2)
+    job.optimizer.close()
+
+
+def test_other_errors_are_not_retried(tmp_path: Path) -> None:
+    job, _ = steady(tmp_path, 50)
+    job.train(2)
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        job.optimizer.store.retry_on_oom(fail)
+    assert len(calls) == 1
+    job.optimizer.close()
+
+
+def test_gradients_of_an_earlier_backward_cannot_be_had_again(tmp_path: Path) -> None:
+    job, device = steady(tmp_path, 50)
+    job.train(2)
+    job.model(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        job.optimizer.store.retry_on_oom(lambda: device.activate(60 * CHUNK))
+    assert "gradients of an earlier backward" in caught.value.__notes__[0]
+    job.optimizer.close()
+
+
+# -- from other threads -----------------------------------------------------------------------------------------------
+
+
+def test_another_thread_asks_for_a_size_and_the_next_step_gives_it(tmp_path: Path, undisturbed: list[float]) -> None:
+    job, _ = steady(tmp_path, 500)
+    job.train(2)
+    store = job.optimizer.store
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(store.request_resize, "gpu", 5 * CHUNK).result()
+        wrong = pool.submit(store.request_resize, "cpu", "16KiB").result()
+        given_up = pool.submit(store.request_resize, "cpu", "160KiB").result()
+        assert given_up.cancel() and not asked.done()
+        with pytest.raises(PolicyError, match="there is no tier 'disk'"):
+            pool.submit(store.request_resize, "disk", "1MiB").result()
+    job.train(1)
+    assert asked.result() == 5 * CHUNK and job.extents("gpu")[-1] <= 5 and job.extents("cpu")[-1] == 20
+    with pytest.raises(CapacityError, match=r"raise tiers\.cpu\.capacity"):
+        wrong.result()
+    late = store.request_resize("gpu", 8 * CHUNK)
+    job.optimizer.close()
+    for refused in (late, store.request_resize("gpu", 8 * CHUNK)):
+        with pytest.raises(StoreClosedError):
+            refused.result()

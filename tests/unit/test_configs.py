@@ -56,12 +56,9 @@ def test_every_key_has_a_comment_beside_or_above_it(name):
     assert [line for line, is_explained in zip(lines, explained, strict=True) if line and not is_explained] == []
 
 
-@pytest.mark.parametrize(
-    ("key", "times"), [("watermarks:", 2), ("checksum:", 0), ("master:", 0), ("moments:", 0), ("capacity: auto", 1)]
-)
-def test_full_example_says_what_is_not_in_this_release(key, times):
-    lines = [line for line in (CONFIGS / "gpu-cpu-nvme.yaml").read_text().splitlines() if line.strip().startswith(key)]
-    assert sum("in this release" in line for line in lines) == times
+def test_full_example_promises_nothing_for_later():
+    """Every key that may be set does something."""
+    assert "in this release" not in (CONFIGS / "gpu-cpu-nvme.yaml").read_text()
 
 
 def test_full_example_shows_the_defaults():
