@@ -696,6 +696,7 @@ def honest_parts(seed: int, *, asynchronous_host: bool = False) -> Parts:
         return HonestDevice(schedule=schedule, name="host") if asynchronous_host else PoisoningDevice()
 
     return Parts(
+        open_probe=lambda **_: RandomProbe(seed),
         open_device=lambda wanted, on: HonestDevice(schedule=schedule),
         host_for=host_for,
         open_engine=lambda *_, **__: HonestEngine(schedule),
@@ -733,6 +734,20 @@ class CurveProbe:
         self.seen.append(used / self._total)
         disk = Pressure(0, 1 << 40, "an empty disk")
         return {self._tier: Pressure(used, self._total, "as a curve says"), "nvme": disk}
+
+
+class RandomProbe:
+    """Measures anything, for the tiers there may be. It stands for `Probe`."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+
+    def measure(self) -> dict[str, Pressure]:
+        """Another pressure each time; the disks are empty."""
+        found = {tier: Pressure(self._chance.randint(0, 1 << 20), 1 << 20, "drawn") for tier in ("gpu", "cpu")}
+        return {**found, "nvme": Pressure(0, 1 << 40, "an empty disk")}
+
+    measure_now = measure
 
 
 class ActivationDevice(HostDevice):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tierstore.build import Parts, plan_plant
 from tierstore.device import Device
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, PolicyError
 from tierstore.mapping import map_host_memory
 from tierstore.policy import TierPolicy
 from tierstore.store import ChunkInfo, ChunkStore
@@ -76,6 +76,7 @@ class Trial:
     def run(self, steps: int = 6) -> None:
         """Do it all. Raises WrongBytesError, or whatever the store raises."""
         actions: list[Callable[[], None]] = [self._read, self._lease, self._shuffle, self._replace, self._resize]
+        actions += [self._empty, self._adapt]
         try:
             for step in range(1, steps + 1):
                 self._step(step)
@@ -167,6 +168,20 @@ class Trial:
         with contextlib.suppress(CapacityError):
             self.store.resize_tier(tier, extents - 1)
         self.store.resize_tier(tier, extents)
+
+    def _empty(self) -> None:
+        """Empty some memory tiers, and fill them again or leave that to whoever uses a chunk."""
+        memory = [tier for tier in self.setup.tiers if tier != "nvme"]
+        with contextlib.suppress(CapacityError, PolicyError):
+            self.store.offload(self.chance.sample(memory, self.chance.randint(1, len(memory))))
+            self._read()
+        if self.chance.random() < 0.5:
+            self.store.reload()
+
+    def _adapt(self) -> None:
+        self.store.adapt()
+        with contextlib.suppress(CapacityError), self.store.yielding(self._compute, 1 << 20):
+            self._shuffle()
 
     # -- what must be -------------------------------------------------------------------------------------------
 

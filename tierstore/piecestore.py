@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from tierstore.errors import CapacityError, InvariantError, LeaseError, Transfer
 from tierstore.growth import SLABS_PER_TIER, grow_to_fit
 from tierstore.pieces import Kind, Piece, Shelf
 from tierstore.placement import Asked, Need
+from tierstore.rebalance import Rebalance
 from tierstore.store import ChunkInfo, ChunkStore, Setup, Use
 
 
@@ -78,6 +80,7 @@ class PieceStore(ChunkStore):
     def _pass_over(self, chunks: Sequence[int], use: Use) -> None:
         """Use chunks as a run does, except that breaking off leaves the store fit for runs: no value is half of two."""
         self._raise_errors()
+        self._return()
         before = self._broken_off, self._failure
         try:
             self._execute(chunks, (), use)
@@ -88,6 +91,7 @@ class PieceStore(ChunkStore):
 
     def _reserve(self, kind: Kind, nbytes: int) -> tuple[Piece, ...]:
         """Find room for a tensor, in new chunks as far as it takes any. Raises CapacityError or DiskFullError."""
+        self._return()
         self._sweep()
         pieces = self._shelf.fit(kind, nbytes)
         info = ChunkInfo(self._extent_bytes, kind.compute, kind.named)
@@ -114,6 +118,12 @@ class PieceStore(ChunkStore):
         for name in reversed(self._line):  # files first: a full disk must change nothing
             missing = rooms[name].extents - arenas[name].lasting
             self.setup.tiers[name].grow(missing, slab_extents=slabs[name])
+
+    def _carry_out(self, plan: Rebalance) -> None:
+        """Resize tiers under pressure: from then on those that grow do so no further than pressure allows."""
+        super()._carry_out(plan)
+        for name in plan.sizes.keys() & self._growing.keys() - {"nvme"}:
+            self._growing[name] = replace(self._growing[name], limit=self.setup.tiers[name].arena.lasting)
 
     def _check_pieces(self, values: Iterable[Sequence[Piece]]) -> None:
         """Raise InvariantError unless these values, and gaps, fill the chunks below zero, each byte once."""

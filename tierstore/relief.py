@@ -71,6 +71,9 @@ class Relief(Sizing):
 
     gradients: Gradients | None = None
 
+    def _return(self) -> None:
+        """Have all memory that was given up on demand, as it is needed now."""
+
     def _begin_relief(self) -> None:
         self._most: dict[str, int] = dict(self.setup.given)
         self._ceilings: dict[str, int] = {}  # of tiers that yield for now
@@ -101,22 +104,22 @@ class Relief(Sizing):
         """Measure how full memory is, and adapt to it, as every step does at its beginning."""
         with self._entered():
             self._raise_errors()
+            self._return()
             self._serve()
             if self.setup.probe is not None:
-                self._heed(self.setup.probe.measure_now())
+                self._heed(self.setup.probe.measure_now(), may_grow=True)
 
     def _adapt(self) -> None:
         """At the beginning of a step: the same, unless that was a moment ago or nothing could come of it."""
         if self.setup.probe is not None and self.setup.marks:
             pressure = self.setup.probe.measure()
             if pressure is not None:
-                self._heed(pressure)
+                self._heed(pressure, may_grow=self._traffic.recorder.steps >= STEPS_BEFORE_GROWTH)
 
-    def _heed(self, pressure: Mapping[str, Pressure]) -> None:
+    def _heed(self, pressure: Mapping[str, Pressure], *, may_grow: bool) -> None:
         self._traffic.recorder.pressure = dict(pressure)
         step, limits = self._traffic.recorder.steps, self._limits()
         sizes = {name: tier.arena.lasting for name, tier in self.setup.tiers.items()}
-        may_grow = step >= STEPS_BEFORE_GROWTH
         if not is_called_for(pressure, limits, sizes, may_grow=may_grow):
             self._held.clear()
             self._look_again(limits, sizes)

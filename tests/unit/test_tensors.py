@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from tests.fakes import honest_parts
+from tests.fakes import RandomProbe, honest_parts
 from tests.tensors import DTYPES, LAYOUTS, assert_same, copy_of, random_tensor, scribble
 from tierstore.build import Parts, plan_plant
 from tierstore.errors import CapacityError, DiskFullError, LeaseError, PolicyError
@@ -84,6 +85,7 @@ class Trial:
 
     def __init__(self, tiers: dict[str, Any], parts: Parts | None = None) -> None:
         rules = [{"params": "embed*", "tier": "cpu"}] if "cpu" in tiers else []
+        parts = replace(parts or Parts(), open_probe=lambda **_: RandomProbe(len(tiers)))
         self.store = TieredStore({"chunk_size": CHUNK, "tiers": tiers, "placement": rules}, parts=parts)
         self.expected: dict[str, Tensor] = {}
         self.refused = 0
@@ -140,6 +142,23 @@ class Trial:
         with self.refusable():
             assert self.store.resize(tier, extents * CHUNK) >= extents * CHUNK
 
+    def empty(self, tiers: list[str], to: str | None) -> None:
+        with self.refusable(), contextlib.suppress(PolicyError):
+            self.store.offload(tiers, to)
+
+    def fill(self) -> None:
+        with self.refusable():
+            self.store.reload()
+
+    def adapt(self) -> None:
+        self.store.adapt()
+
+    def make_room(self, tier: str, names: list[str]) -> None:
+        """Use tensors while a tier yields most of what it has."""
+        with self.refusable(), self.store.yielding(tier, 1 << 20):
+            for name in names:
+                self.get(name)
+
     def check(self) -> None:
         self.store.check()
         assert self.store.names() == list(self.expected)
@@ -150,6 +169,7 @@ class Trial:
 
     def finish(self) -> None:
         self.store.wait()
+        self.fill()
         for name in list(self.expected):
             self.get(name)
             self.delete(name)
@@ -214,6 +234,10 @@ class StoreMachine(RuleBasedStateMachine):
     def resize(self, data: st.DataObject, extents: int) -> None:
         self.trial.resize(data.draw(st.sampled_from(list(self.trial.store.setup.tiers))), extents)
 
+    @rule(number=st.integers(0, 9))
+    def give_back(self, number: int) -> None:
+        give_back(self.trial, random.Random(number), [])
+
     @invariant()
     def agrees(self) -> None:
         self.trial.check()
@@ -235,6 +259,20 @@ def test_any_operations_agree_with_a_dict(name: str) -> None:
 # -- ten thousand -----------------------------------------------------------------------------------------------
 
 
+def give_back(trial: Trial, chance: random.Random, names: list[str]) -> None:
+    """Let the store give memory back in some way, or take it again."""
+    memory = [tier for tier in trial.store.setup.tiers if tier != "nvme"]
+    what = chance.random()
+    if what < 0.3:
+        trial.empty(chance.sample(memory, chance.randint(1, len(memory))), chance.choice([None, "cpu", "nvme"]))
+    elif what < 0.5:
+        trial.fill()
+    elif what < 0.8:
+        trial.adapt()
+    else:
+        trial.make_room(chance.choice(memory), names)
+
+
 def one_operation(trial: Trial, chance: random.Random) -> None:
     known = list(trial.expected)
     names = [chance.choice(known) for _ in range(min(len(known), 3))]
@@ -250,10 +288,12 @@ def one_operation(trial: Trial, chance: random.Random) -> None:
         trial.lease_both(names[0], names[-1], chance)
     elif what < 0.85:
         trial.delete(names[0])
-    elif what < 0.91:
+    elif what < 0.89:
         trial.evict(names)
-    elif what < 0.97:
+    elif what < 0.94:
         trial.prefetch(names)
+    elif what < 0.97:
+        give_back(trial, chance, names)
     else:
         tier, extents = chance.choice(list(trial.store.setup.tiers)), chance.randint(2, 14)
         trial.resize(tier, extents + (30 if tier == list(trial.store.setup.tiers)[-1] else 0))
