@@ -96,6 +96,11 @@ class Parking(Relief):
         if self._parked is not None:
             self.reload()
 
+    def _move_room(self, *, to_the_end: bool = False) -> None:
+        """As ever, but not while chunks have nowhere to pass through."""
+        if self._parked is None:
+            super()._move_room(to_the_end=to_the_end)
+
     def _check_emptied(self, tiers: Sequence[str]) -> list[str]:
         """The memory tiers to be emptied, the fastest first."""
         names = [tiers] if isinstance(tiers, str) else list(tiers)
