@@ -162,6 +162,7 @@ def test_record_of_a_long_run_is_bounded_and_loses_no_sum(tmp_path: Path) -> Non
         stats, record = optimizer.store.stats(), read_record(run)
     assert len(record.samples) <= MOST_SAMPLES and len(record.rows) <= MOST_ROWS
     assert max(sizes) < 300_000
+    assert min(sample.interval.seconds for sample in record.samples) >= 1.0  # the first step is with those that follow
     assert sum(sample.interval.steps for sample in record.samples) == stats.step.count == 6
     moved = sum(sum(sample.interval.route_bytes.values()) for sample in record.samples)
     assert moved == sum(route.bytes for route in stats.routes.values())

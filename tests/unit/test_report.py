@@ -124,6 +124,14 @@ def test_run_without_measured_pressure_says_so_and_has_no_chart_of_it():
     assert "None was measured" in found.words and sum(tag == "svg" for tag, _ in found.tags) == 4
 
 
+def test_slow_route_is_told_in_a_unit_that_shows_it():
+    record = record_of(samples=2)
+    slow = tuple(
+        replace(one, interval=Interval(2.0, 1, 1.0, 0.0, 0.0, {"cpu->nvme": 5 * 10**6})) for one in record.samples
+    )
+    assert "cpu->nvme: 2.50 MB/s on average" in Tags(page(replace(record, samples=slow))).words
+
+
 def test_pressure_is_told_by_tier_with_what_was_done_because_of_it():
     words = " ".join(Tags(page(record_of())).words.split())
     for shown in (
