@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tierstore.stats import Decision, Stats, StepStats
@@ -35,7 +35,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Sums over the time between two looks. Routes are in bytes moved; what is no step's is not in the three times."""
+    """Sums over the time between two looks. Routes are in bytes moved; what is no step's is not in the three times.
+
+    `spilled` and `promoted` count chunks.
+    """
 
     seconds: float
     steps: int
@@ -43,6 +46,8 @@ class Interval:
     read_wait_seconds: float
     write_wait_seconds: float
     route_bytes: Mapping[str, int]
+    spilled: int = 0
+    promoted: int = 0
 
     @property
     def step_stats(self) -> StepStats:
@@ -63,6 +68,8 @@ class Interval:
             self.read_wait_seconds + other.read_wait_seconds,
             self.write_wait_seconds + other.write_wait_seconds,
             dict(Counter(self.route_bytes) + Counter(other.route_bytes)),
+            self.spilled + other.spilled,
+            self.promoted + other.promoted,
         )
 
 
@@ -91,7 +98,8 @@ class Picture:
 class Sample:
     """How things were at `seconds` since the start of the record, and what happened since the sample before.
 
-    `used_bytes` by tier; `rows`: for each row of chunks, how many are in which tier.
+    `used_bytes` by tier; `rows`: for each row of chunks, how many are in which tier. `pressure`, by tier: the share in
+    use of the memory it lies in, 0 to 1; `most_pressure`: the highest there was since the sample before.
     """
 
     seconds: float
@@ -99,11 +107,22 @@ class Sample:
     interval: Interval
     used_bytes: Mapping[str, int]
     rows: tuple[Mapping[str, int], ...]
+    pressure: Mapping[str, float] = field(default_factory=dict)
+    most_pressure: Mapping[str, float] = field(default_factory=dict)
+
+    def __add__(self, later: Sample) -> Sample:
+        """Both as one: states are those of the later one, sums those of both, and what was highest stays."""
+        before, after = self.most_pressure, later.most_pressure
+        most = {tier: max(before.get(tier, 0.0), after.get(tier, 0.0)) for tier in {**before, **after}}
+        return replace(later, interval=self.interval + later.interval, most_pressure=most)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run. `rows` says in words what each row of chunks is; `decided` counts the decisions that there were."""
+    """A run. `rows` says in words what each row of chunks is; `decided` counts the decisions that there were.
+
+    `began` is the second 0 of its samples, in seconds since the epoch; None in a file of an earlier version.
+    """
 
     format: str
     version: str
@@ -115,12 +134,14 @@ class Record:
     decided: int
     decisions: tuple[Decision, ...]
     stats: Stats
+    began: float | None = None
 
 
 def interval(before: Stats | None, now: Stats, seconds: float) -> Interval:
     """What happened between two looks at one store; `before` None: since it was made."""
     earlier = before.step if before is not None else StepStats()
     routes = before.routes if before is not None else {}
+    spilled, promoted = (before.spilled, before.promoted) if before is not None else (0, 0)
     moved = {name: route.bytes - (routes[name].bytes if name in routes else 0) for name, route in now.routes.items()}
     return Interval(
         seconds,
@@ -129,7 +150,14 @@ def interval(before: Stats | None, now: Stats, seconds: float) -> Interval:
         max(0.0, now.step.read_wait_seconds - earlier.read_wait_seconds),
         max(0.0, now.step.write_wait_seconds - earlier.write_wait_seconds),
         {name: nbytes for name, nbytes in moved.items() if nbytes},
+        now.spilled - spilled,
+        now.promoted - promoted,
     )
+
+
+def pressure_of(stats: Stats) -> dict[str, float]:
+    """By tier, the share in use of the memory it lies in, as a sample keeps it: to a hundredth of a percent."""
+    return {tier: round(pressure.share, 4) for tier, pressure in stats.pressure.items()}
 
 
 def row_bounds(chunks: int, most: int = MOST_ROWS) -> list[range]:
@@ -144,13 +172,9 @@ def rows_of(tiers: Sequence[str | None], bounds: Sequence[range]) -> tuple[dict[
 
 
 def halved(samples: Sequence[Sample]) -> list[Sample]:
-    """Merge each two neighbours: states are those of the later one, sums those of both. The last may stay alone."""
+    """Merge each two neighbours. The last may stay alone."""
     pairs = [samples[start : start + 2] for start in range(0, len(samples), 2)]
-    return [pair[0] if len(pair) == 1 else _merged(*pair) for pair in pairs]
-
-
-def _merged(one: Sample, other: Sample) -> Sample:
-    return Sample(other.seconds, other.step, one.interval + other.interval, other.used_bytes, other.rows)
+    return [pair[0] if len(pair) == 1 else pair[0] + pair[1] for pair in pairs]
 
 
 def kept(first: Sequence[Decision], last: Sequence[Decision], new: Sequence[Decision]) -> tuple[list[Decision], ...]:

@@ -32,6 +32,7 @@ from tierstore.history import (
     halved,
     interval,
     kept,
+    pressure_of,
     row_bounds,
     rows_of,
 )
@@ -94,18 +95,21 @@ class Monitor:
             if is_new:
                 self._record.change_store()
             self._record.add(store, stats, now - self._began, step, since)
-            self._record.write(self._job, stats, ended=ended)
+            self._record.write(self._job, stats, began=time.time() - (now - self._began), ended=ended)
         self._before, self._looked = stats, now
 
 
 class _Recording:
-    """The samples of a run so far; one that is being made longer than the record may be is merged into the next."""
+    """The samples of a run so far; one that is being made longer than the record may be is merged into the next.
+
+    So are the first step and the last ones, which are looked at sooner: what they moved in no time would be a peak.
+    """
 
     def __init__(self, file: OutFile) -> None:
         self._file = file
         self._samples: list[Sample] = []
         self._texts: list[str] = []  # of the samples, as they are in the file
-        self._waiting: Interval | None = None
+        self._is_whole = True  # the last sample, that is: the next look begins another
         self._every = 1  # so many looks make one sample
         self._looks = 0
         self._chunks: list[int] = []
@@ -128,26 +132,28 @@ class _Recording:
         if chunks != self._chunks:
             self._chunks, self._bounds = chunks, row_bounds(len(chunks))
             self._names = tuple(_name(store, [chunks[position] for position in row]) for row in self._bounds)
-        if self._waiting is not None:
-            since = self._waiting + since
-            self._samples.pop()
-            self._texts.pop()
         used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
-        self._append(Sample(seconds, step, since, used, rows_of([tiers[chunk] for chunk in chunks], self._bounds)))
+        rows, pressure = rows_of([tiers[chunk] for chunk in chunks], self._bounds), pressure_of(stats)
+        sample = Sample(seconds, step, since, used, rows, pressure, pressure)
+        if self._samples and not (self._is_whole and since.seconds >= LEAST_SECONDS):
+            self._texts.pop()
+            sample = self._samples.pop() + sample
+        self._append(sample)
         self._looks += 1
-        self._waiting = None if self._looks % self._every == 0 else since
-        if len(self._samples) >= MOST_SAMPLES and self._waiting is None:
+        self._is_whole = self._looks % self._every == 0 and sample.interval.seconds >= LEAST_SECONDS
+        if len(self._samples) >= MOST_SAMPLES and self._is_whole:
             samples, self._samples, self._texts = self._samples, [], []
             for sample in halved(samples):
                 self._append(sample)
             self._every, self._looks = 2 * self._every, 0
 
-    def write(self, job: Job, stats: Stats, *, ended: bool) -> None:
+    def write(self, job: Job, stats: Stats, *, began: float, ended: bool) -> None:
         """Replace the file."""
         head = {
             "format": RECORD_FORMAT,
             "version": tierstore.__version__,
             "job": asdict(job),
+            "began": began,
             "ended": ended,
             "chunks": len(self._chunks),
             "rows": self._names,

@@ -13,6 +13,8 @@ from tierstore.history import PICTURE_FORMAT, RECORD_FORMAT, Picture, Record
 
 MOST_BYTES = 64 << 20
 """Of a file that is read; a record has at most a megabyte."""
+_MOST = 1 << 63
+"""No count, size or time that a job writes is as large, and none is below zero."""
 
 _Seen = TypeVar("_Seen")
 
@@ -45,7 +47,7 @@ def _read(path: Path, kind: type[_Seen], form: str, key: str, command: str) -> _
         hint = f"`{other}` shows it" if other else f"give {command} the file that `{key}:` of a policy names"
         raise SeenError(f"{path}: found format {str(found)[:60]!r}, and {command} reads {form!r}: {hint}")
     try:
-        return TypeAdapter(kind).validate_python(content)
+        return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:120]
@@ -56,10 +58,14 @@ def _parse(path: Path, raw: bytes) -> Any:
     if len(raw) > MOST_BYTES:
         raise SeenError(f"{path}: has more than {MOST_BYTES >> 20} MiB, which no job writes")
 
-    def refuse(name: str) -> float:
-        raise ValueError(f"{name} is no number")
+    def sane(text: str) -> str:
+        if not 0 <= float(text) < _MOST:
+            raise ValueError(f"{text[:40]} is no number of a job's")
+        return text
 
     try:
-        return json.loads(raw, parse_constant=refuse)
+        return json.loads(
+            raw, parse_constant=sane, parse_int=lambda text: int(sane(text)), parse_float=lambda text: float(sane(text))
+        )
     except (ValueError, RecursionError) as error:
         raise SeenError(f"{path}: is not JSON that a job wrote ({error})") from error

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from tests.fakes import CurveProbe
 from tierstore import TieredAdamW, TierPolicy
-from tierstore.history import MOST_ROWS, MOST_SAMPLES
+from tierstore.build import Parts
+from tierstore.history import MOST_ROWS, MOST_SAMPLES, Interval
 from tierstore.monitor import Monitor, OutFile
+from tierstore.report.page import page
 from tierstore.seen import read_picture, read_record
+from tierstore.stats import Pressure
+from tierstore.top.view import draw
 
 CHUNK = 16 << 10
 
@@ -154,10 +162,50 @@ def test_record_of_a_long_run_is_bounded_and_loses_no_sum(tmp_path: Path) -> Non
         stats, record = optimizer.store.stats(), read_record(run)
     assert len(record.samples) <= MOST_SAMPLES and len(record.rows) <= MOST_ROWS
     assert max(sizes) < 300_000
+    assert min(sample.interval.seconds for sample in record.samples) >= 1.0  # the first step is with those that follow
     assert sum(sample.interval.steps for sample in record.samples) == stats.step.count == 6
     moved = sum(sum(sample.interval.route_bytes.values()) for sample in record.samples)
     assert moved == sum(route.bytes for route in stats.routes.values())
     assert record.samples[-1].seconds == pytest.approx(499.0, abs=1.0)
+
+
+def test_record_of_a_long_run_has_pressure_over_time_with_its_peaks(tmp_path: Path) -> None:
+    """Merged by halves several times; one look in 500 found the memory nearly full."""
+    net, run, live, clock = model(), tmp_path / "run.json", tmp_path / "live.json", Clock()
+    settings = policy(tmp_path, record=str(run), monitor=str(live))
+    monitor = Monitor(TierPolicy.load(settings), clock=clock)
+    with TieredAdamW(net.named_parameters(), policy=policy(tmp_path)) as optimizer:
+        train(optimizer, net, 1)
+        recorder = optimizer.store._traffic.recorder
+        for number in range(500):
+            clock.now += 1.0
+            full = 950 if number == 122 else number
+            recorder.pressure = {"cpu": Pressure(full, 1000, "a machine's memory")}
+            recorder.spilled += number == 122
+            monitor.step_ended(optimizer.store)
+        record, picture = read_record(run), read_picture(live)
+    assert len(record.samples) <= MOST_SAMPLES and run.stat().st_size < 300_000
+    assert [sample.pressure["cpu"] for sample in record.samples] == [
+        int(sample.seconds) / 1000 for sample in record.samples
+    ]
+    peaks = [sample for sample in record.samples if sample.most_pressure["cpu"] == 0.95]
+    assert len(peaks) == 1 and peaks[0].interval.spilled == 1
+    assert sum(sample.interval.spilled for sample in record.samples) == picture.stats.spilled == 1
+    assert picture.stats.pressure == {"cpu": Pressure(499, 1000, "a machine's memory")}
+
+
+def test_record_begins_with_its_first_step_on_the_clock_of_its_decisions(tmp_path: Path) -> None:
+    net, run = model(), tmp_path / "run.json"
+    with TieredAdamW(net.named_parameters(), policy=policy(tmp_path, record=str(run))) as optimizer:
+        before = time.time()
+        train(optimizer, net, 1)
+        recorder = optimizer.store._traffic.recorder
+        recorder.decide("spill", "one chunk goes home to nvme", "a test")
+        after = time.time()
+    record = read_record(run)
+    assert record.began is not None and before <= record.began <= after
+    (spill,) = [one for one in record.decisions if one.kind == "spill"]
+    assert 0.0 <= spill.time - record.began <= record.samples[-1].seconds
 
 
 def test_steps_go_on_counting_when_parameters_change(tmp_path: Path) -> None:
@@ -195,3 +243,33 @@ def test_decisions_have_reasons(tmp_path: Path, kind: str) -> None:
         found = [one for one in optimizer.store.stats().decisions if one.kind == kind]
     wanted = {"order": "alternating", "resize": "cpu has 8 extents", "homes": "new chunks"}
     assert any(wanted[kind] in one.what and one.reason for one in found)
+
+
+def test_run_under_pressure_is_told_by_top_and_report(tmp_path: Path) -> None:
+    """Others take half of a machine's memory and give it back, while a real run spills and promotes."""
+    probe = CurveProbe(20 * CHUNK, [0, 0, 0, 13 * CHUNK, 13 * CHUNK, 13 * CHUNK, 0])
+
+    class Optimizer(TieredAdamW):
+        parts = Parts(open_probe=lambda **_: probe)
+
+    net, live, run = model(), tmp_path / "live.json", tmp_path / "run.json"
+    settings = policy(tmp_path, monitor=str(live), record=str(run))
+    settings["tiers"]["cpu"] = {"capacity": 10 * CHUNK, "watermarks": {"high": 0.8, "low": 0.6}}
+    with Optimizer(net.named_parameters(), policy=settings) as optimizer:
+        probe.store = optimizer.store
+        train(optimizer, net, 20)
+        stats = optimizer.store.stats()
+    picture, record = read_picture(live), read_record(run)
+    assert stats.spilled > 0 and stats.promoted > 0
+    total = sum((sample.interval for sample in record.samples), Interval(0.0, 0, 0.0, 0.0, 0.0, {}))
+    assert (total.spilled, total.promoted) == (stats.spilled, stats.promoted)
+    assert (
+        picture.stats.pressure == stats.pressure and record.samples[-1].pressure["cpu"] == stats.pressure["cpu"].share
+    )
+    console = Console(file=io.StringIO(), width=100)
+    console.print(draw(picture, "ended", is_well=True))
+    assert f"{stats.spilled} chunks spilled, {stats.promoted} promoted" in console.file.getvalue()  # type: ignore[attr-defined]
+    shown = page(record)
+    assert f"{stats.spilled} chunks were spilled, {stats.promoted} promoted" in shown
+    (cpu,) = [part for part in shown.split("<svg")[1:] if "Pressure on cpu" in part]
+    assert cpu.count('class="mark spill"') == cpu.count('class="mark promote"') == 1

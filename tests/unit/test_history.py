@@ -15,10 +15,11 @@ from tierstore.history import (
     halved,
     interval,
     kept,
+    pressure_of,
     row_bounds,
     rows_of,
 )
-from tierstore.stats import Decision, IoStats, Recorder, StepStats
+from tierstore.stats import Decision, IoStats, Pressure, Recorder, StepStats
 
 NOTHING = Interval(0.0, 0, 0.0, 0.0, 0.0, {})
 IO = IoStats("threads", True, ())
@@ -41,7 +42,7 @@ def test_rows_count_their_chunks_by_tier():
 @given(st.lists(st.tuples(st.integers(1, 9), st.dictionaries(st.sampled_from("abc"), st.integers(1, 99))), max_size=40))
 def test_halving_keeps_every_sum_and_the_later_states(parts):
     samples = [
-        Sample(float(n), 10 * n, Interval(float(k), k, k, 2 * k, 3 * k, moved), {"cpu": n}, ({"cpu": n},))
+        Sample(float(n), 10 * n, Interval(float(k), k, k, 2 * k, 3 * k, moved, k, 5 * k), {"cpu": n}, ({"cpu": n},))
         for n, (k, moved) in enumerate(parts)
     ]
     found = halved(samples)
@@ -52,16 +53,29 @@ def test_halving_keeps_every_sum_and_the_later_states(parts):
     ]
 
 
+@settings(deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from(["gpu", "cpu"]), st.floats(0, 1)), min_size=1, max_size=40))
+def test_merged_samples_keep_the_later_pressure_and_the_highest(shares):
+    merged = [Sample(float(n), n, NOTHING, {}, (), now, now) for n, now in enumerate(shares)]
+    while len(merged) > 1:
+        merged = halved(merged)
+    tiers = {tier for now in shares for tier in now}
+    assert merged[0].pressure == shares[-1]
+    assert merged[0].most_pressure == {tier: max(now.get(tier, 0.0) for now in shares) for tier in tiers}
+
+
 def test_interval_is_what_lies_between_two_snapshots():
     recorder = Recorder()
     recorder.record_move("cpu", "nvme", 100, 0.1)
     recorder.record_step(StepStats(1, 1.0, 0.5, 0.25))
+    recorder.spilled, recorder.promoted = 5, 2
     before = recorder.snapshot({}, IO)
+    recorder.spilled, recorder.promoted = 8, 6
     recorder.record_move("cpu", "nvme", 40, 0.1)
     recorder.record_move("nvme", "cpu", 60, 0.1)
     recorder.record_step(StepStats(1, 2.0, 0.5, 0.0))
     found = interval(before, recorder.snapshot({}, IO), 4.0)
-    assert found == Interval(4.0, 1, 2.0, 0.5, 0.0, {"cpu->nvme": 40, "nvme->cpu": 60})
+    assert found == Interval(4.0, 1, 2.0, 0.5, 0.0, {"cpu->nvme": 40, "nvme->cpu": 60}, spilled=3, promoted=4)
     assert found.bytes_per_second == {"cpu->nvme": 10.0, "nvme->cpu": 15.0}
     assert found.step_stats.bound == "read"
 
@@ -78,3 +92,10 @@ def test_first_and_last_decisions_are_kept(amounts):
     assert [one.number for one in first] == numbers[:FIRST_DECISIONS]
     assert [one.number for one in last] == numbers[FIRST_DECISIONS:][-LAST_DECISIONS:]
     assert Counter(len(part) > most for part, most in ((first, FIRST_DECISIONS), (last, LAST_DECISIONS)))[True] == 0
+
+
+def test_pressure_of_a_moment_is_by_tier_and_only_what_was_measured():
+    recorder = Recorder()
+    assert pressure_of(recorder.snapshot({}, IO)) == {}
+    recorder.pressure["cpu"] = Pressure(1 << 30, 3 << 30, "the machine's memory")
+    assert pressure_of(recorder.snapshot({}, IO)) == {"cpu": 0.3333}

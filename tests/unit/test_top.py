@@ -20,7 +20,7 @@ from tests.unit.runs import picture_of, record_of, write
 from tierstore.cli import main
 from tierstore.history import Job
 from tierstore.seen import SeenError, read_picture, read_record
-from tierstore.top.job import exists, state_of
+from tierstore.top.job import State, exists, fitting, state_of
 from tierstore.top.view import draw
 
 HERE = Job(socket.gethostname(), os.getpid(), 0, psutil.Process().create_time())
@@ -32,9 +32,10 @@ def call(*arguments: str) -> int:
     return int(exit_.value.code or 0)
 
 
-def text_of(words: str = "", *, width: int = 100, steps: int = 2) -> str:
+def text_of(words: str = "", *, width: int = 100, steps: int = 2, is_measured: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width, markup=False, force_terminal=False)
-    console.print(draw(picture_of(HERE, words=words, steps=steps), "running", is_well=True, width=width))
+    picture = picture_of(HERE, words=words, steps=steps, is_measured=is_measured)
+    console.print(draw(picture, "running", is_well=True, width=width))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -81,6 +82,43 @@ def test_picture_fits_the_terminal(width):
     assert max(map(len, text_of(width=width).splitlines())) <= min(width, 100)
 
 
+@pytest.mark.parametrize("width", range(30, 100, 7))
+def test_narrow_picture_leaves_out_whole_columns_and_cuts_no_number(width):
+    """Half a number is another one: whatever has a digit in a table is as it is in the widest picture."""
+
+    def numbers(width: int) -> set[str]:
+        lines = text_of(width=width).splitlines()[1:]
+        tables = lines[: next(number for number, line in enumerate(lines) if "spilled" in line)]
+        return {word for line in tables for word in line.split() if any(map(str.isdigit, word))}
+
+    assert numbers(width) <= numbers(100)
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_picture_shows_pressure_where_it_was_measured(width):
+    text = text_of(width=width)
+    (line,) = [line for line in text.splitlines() if "90 %" in line]
+    assert "cpu" in line and "━━━━━━━" in line
+    words = " ".join(text.replace("│", " ").split())
+    for shown in ("1,500 chunks spilled, 12 promoted", "the container's limit (cgroup v2)", "cpu shrinks:"):
+        assert shown in words
+    assert "pressure" not in text_of(width=width, is_measured=False)
+
+
+def test_low_terminal_has_what_is_wanted_most():
+    """As many lines as there are, with what was decided and pressure; nothing is cut at the end."""
+    picture = picture_of(HERE)
+    found = {}
+    for lines in (20, 25, 28, 60):
+        console = Console(file=io.StringIO(), width=80, height=lines, markup=False)
+        console.print(fitting(picture, State("running"), console))
+        found[lines] = console.file.getvalue()  # type: ignore[attr-defined]
+        assert len(found[lines].splitlines()) < lines
+    assert "/mnt/nvme1" in found[60] and "/mnt/nvme1" not in found[25]
+    assert "cpu->nvme" in found[25] and "at 93 %" in found[25]
+    assert "pressure on" in found[20] and "wait for read" in found[20]
+
+
 def test_what_a_terminal_would_obey_is_not_shown():
     text = text_of("\x1b[2J\x1b]0;title\x07\u202e[bold]x")
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
@@ -109,7 +147,7 @@ def test_lines_end_with_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (b"", "is not JSON"),
         (b'{"format": "tierstore monitor 1", "pid"', "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b'{"format": "tierstore monitor 1", "time": NaN}', "NaN is no number"),
+        (b'{"format": "tierstore monitor 1", "time": NaN}', "NaN is no number of a job's"),
         (b"[1]", "found format 'None'"),
         (b'{"format": "tierstore monitor 99"}', "found format 'tierstore monitor 99'"),
         (b'{"format": "tierstore record 1"}', "`tierstore report` shows it"),
@@ -151,6 +189,6 @@ def test_ctrl_c_ends_a_live_view_cleanly(tmp_path: Path):
                 shown += more
         except OSError:  # the other end is closed
             pass
-        assert job.wait() == 0
+        assert job.wait() == 0, shown
     os.close(ours)
     assert b"Traceback" not in shown and shown.count(b"\x1b[?25l") == shown.count(b"\x1b[?25h") == 1  # the cursor

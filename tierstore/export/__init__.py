@@ -25,7 +25,10 @@ class Writer(Protocol):
 
 
 def scalars(stats: Stats) -> dict[str, float]:
-    """The numbers worth a curve, by name: seconds of the last step, bytes in use by tier, bytes moved by route."""
+    """The numbers worth a curve, by name: seconds of the last step, bytes by tier and route, pressure, what was in all.
+
+    `pressure/cpu/share` (0 to 1) is there where it was measured, `stall_percent` where the kernel says it.
+    """
     step = stats.last_step
     found: dict[str, float] = {
         "step/update_seconds": step.update_seconds,
@@ -40,7 +43,12 @@ def scalars(stats: Stats) -> dict[str, float]:
         found |= {f"route/{name.replace('->', '-')}/bytes": route.bytes}
     for number, path in enumerate(stats.paths.values()):
         found[f"path/{number}/bytes_per_second"] = path.bytes_per_second
-    return found
+    for name, pressure in stats.pressure.items():
+        found[f"pressure/{name}/share"] = pressure.share
+        if pressure.stall_percent is not None:
+            found[f"pressure/{name}/stall_percent"] = pressure.stall_percent
+    in_all = {"spilled": stats.spilled, "promoted": stats.promoted, "bytes_written": stats.bytes_written}
+    return found | {f"in_all/{name}": value for name, value in in_all.items()}
 
 
 def add_scalars(writer: Writer, stats: Stats, step: int | None = None, *, prefix: str = "tierstore/") -> None:
@@ -50,15 +58,21 @@ def add_scalars(writer: Writer, stats: Stats, step: int | None = None, *, prefix
 
 
 def line(stats: Stats) -> str:
-    """The last step and the tiers, on one line."""
+    """The last step and the tiers, on one line; the pressure, where it was measured."""
     step, tiers = stats.last_step, stats.tiers
     times = f"update {step.update_seconds:.3f} s, read wait {step.read_wait_seconds:.3f} s"
     fill = ", ".join(
         f"{name} {tier.used_bytes / 2**20:,.0f}/{tier.capacity_bytes / 2**20:,.0f} MiB" for name, tier in tiers.items()
     )
-    return (
-        f"step {stats.step.count}: {times}, write wait {step.write_wait_seconds:.3f} s, bound by {step.bound}; {fill}"
-    )
+    waits = f"write wait {step.write_wait_seconds:.3f} s, bound by {step.bound}"
+    return f"step {stats.step.count}: {times}, {waits}; {fill}{_pressure(stats)}"
+
+
+def _pressure(stats: Stats) -> str:
+    if not stats.pressure:
+        return ""
+    shares = ", ".join(f"{name} {100 * pressure.share:.0f} %" for name, pressure in stats.pressure.items())
+    return f"; pressure {shares}, {stats.spilled:,} chunks spilled, {stats.promoted:,} promoted"
 
 
 class StepLog:

@@ -55,3 +55,10 @@ def _metrics(stats: Stats) -> Iterator[Metric]:
         files.add_metric([folder, "read"], path.bytes_read)
         files.add_metric([folder, "written"], path.bytes_written)
     yield files
+    yield CounterMetricFamily("tierstore_written_bytes", "Bytes written to swap files.", value=stats.bytes_written)
+    full = GaugeMetricFamily("tierstore_pressure_ratio", "Share in use of the memory a tier lies in.", labels=["tier"])
+    for tier, pressure in stats.pressure.items():
+        full.add_metric([tier], pressure.share)
+    yield full
+    yield CounterMetricFamily("tierstore_spilled_chunks", "Chunks that had to leave a tier.", value=stats.spilled)
+    yield CounterMetricFamily("tierstore_promoted_chunks", "Chunks that a tier took room for.", value=stats.promoted)

@@ -12,6 +12,8 @@ WIDTH, HEIGHT = 1000, 400
 """Of a picture, in units that the page stretches."""
 TIERS = ("gpu", "cpu", "nvme", FRESH)
 """As they are stacked in a row that holds chunks of several."""
+MARKED = ("spill", "offload", "promote", "reload")
+"""Kinds of decisions that are marked where pressure is shown: two that move chunks down, two that move them up."""
 
 
 def residency(samples: Sequence[Sample], chunks: int) -> str:
@@ -44,6 +46,29 @@ def stacked(samples: Sequence[Sample], series: Mapping[str, Sequence[float]], un
         for number, (sample, one) in enumerate(zip(samples, edges, strict=True))
     ]
     return _frame(body, edges, marks, unit, texts, label=label)
+
+
+def pressure(samples: Sequence[Sample], tier: str, moments: Mapping[str, Sequence[float]]) -> str:
+    """How full the memory of a tier was, of all there is, and behind it the most in between.
+
+    A line stands where something was decided: `moments` has the seconds for each kind of decision.
+    """
+    edges = _edges(samples)
+    floor, body = [0.0] * len(samples), ""
+    for name, found in (("most", [one.most_pressure for one in samples]), ("now", [one.pressure for one in samples])):
+        ceiling = [min(1.0, shares.get(tier, 0.0)) for shares in found]
+        body += f'<path class="{class_of(tier)} {name}" d="{_area(floor, ceiling, edges, 1.0)}"/>'
+    for kind, times in moments.items():
+        lines = "".join(f"M{_x(seconds, edges)} 0V{HEIGHT}" for seconds in times)
+        body += f'<path class="mark {class_of(kind)}" d="{lines}"/>' if lines else ""
+    texts = []
+    for sample, (start, end) in zip(samples, edges, strict=True):
+        shares = [f"{100 * found[tier]:.1f} %" for found in (sample.pressure, sample.most_pressure) if tier in found]
+        counts = {kind: sum(start < seconds <= end for seconds in times) for kind, times in moments.items()}
+        decided = "".join(f", {count} x {kind}" for kind, count in counts.items() if count)
+        texts.append(f"{_span(sample, (start, end))}: {', at most '.join(shares) or 'not measured'}{decided}")
+    marks = [(HEIGHT * (1 - percent / 100), str(percent)) for percent in (0, 50, 100)]
+    return _frame(body, edges, marks, "%", texts, label=f"Pressure on {tier}, over time")
 
 
 def _stack(rows: Sequence[Mapping[str, int]]) -> list[tuple[str, float, float]]:
@@ -168,7 +193,7 @@ def _whole(most: int) -> list[int]:
 
 def class_of(name: str) -> str:
     """A class of the page's for a name, whatever the name."""
-    known = {"gpu", "cpu", "nvme", FRESH, "update", "wait for read", "wait for write", "moved"}
+    known = {*TIERS, *MARKED, "update", "wait for read", "wait for write", "moved"}
     return name.replace(" ", "-") if name in known else "other"
 
 

@@ -5,6 +5,7 @@ Every text that comes from the record is escaped, here or in `charts`: names of 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -12,7 +13,7 @@ from importlib.resources import files
 
 from tierstore.demo.words import share, size
 from tierstore.history import FRESH, Interval, Record
-from tierstore.report.charts import class_of, duration, residency, stacked
+from tierstore.report.charts import MARKED, class_of, duration, pressure, residency, stacked
 
 
 def page(record: Record) -> str:
@@ -24,7 +25,7 @@ def page(record: Record) -> str:
         _section("What a step's time went into", _split(record)),
         _section("Bandwidth of each route", _routes(record)),
         _section("Tiers and paths", _tiers(record)),
-        _section("Pressure", _nothing("None recorded: this version moves no chunks because memory is scarce.")),
+        _section("Pressure", _pressure(record)),
         _section("Decisions", _decisions(record)),
     ]
     return (
@@ -54,19 +55,19 @@ def _summary(record: Record) -> str:
     end = "It has ended." if record.ended else "It had not ended when this was recorded."
     rank = f", rank {job.rank}" if job.rank else ""
     line = f"Started {began} UTC{rank}, tierstore {record.version}. {end}"
-    return f'<p class="quiet">{escape(line)}</p>\n<dl class="figures">{cells}</dl>'
+    return f'{_quiet(line)}\n<dl class="figures">{cells}</dl>'
 
 
 def _residency(record: Record) -> str:
     if not record.chunks or not record.samples:
-        return _nothing("There were no chunks.")
+        return _quiet("There were no chunks.")
     tiers = list(dict.fromkeys(tier for sample in record.samples for row in sample.rows for tier in row))
     shared = f", {record.chunks / len(record.rows):.1f} to a row" if len(record.rows) < record.chunks else ""
     text = f"{record.chunks:,} chunks{shared}, each where it was at the end of a step."
     text += f" {FRESH}: it had no bytes yet." if FRESH in tiers else ""
     names = "".join(f"<tr><td>{number}</td><td>{escape(name)}</td></tr>" for number, name in enumerate(record.rows))
     return (
-        f'<p class="quiet">{escape(text)}</p>{_legend(sorted(tiers, key=_rank))}'
+        f"{_quiet(text)}{_legend(sorted(tiers, key=_rank))}"
         f'<div class="tall">{residency(record.samples, record.chunks)}</div>'
         f"<details><summary>What is in which row</summary>{_table(('row', 'what is in it'), names)}</details>"
     )
@@ -75,7 +76,7 @@ def _residency(record: Record) -> str:
 def _split(record: Record) -> str:
     with_steps = [sample for sample in record.samples if sample.interval.steps]
     if not with_steps:
-        return _nothing("No step was recorded.")
+        return _quiet("No step was recorded.")
 
     def milliseconds(which: str) -> list[float]:
         spent = [(getattr(s.interval, f"{which}_seconds"), s.interval.steps) for s in record.samples]
@@ -93,20 +94,21 @@ def _split(record: Record) -> str:
         f"{outside / max(1, total.steps) * 1e3:,.1f} ms a step."
     )
     chart = stacked(record.samples, parts, "ms", "What a step's time went into, over time")
-    return f'<p class="quiet">{escape(text)}</p>{_legend(list(parts))}{chart}'
+    return f"{_quiet(text)}{_legend(list(parts))}{chart}"
 
 
 def _routes(record: Record) -> str:
     routes = list(dict.fromkeys(name for sample in record.samples for name in sample.interval.route_bytes))
     if not routes:
-        return _nothing("Nothing was moved: all chunks were where they are used.")
-    found = []
+        return _quiet("Nothing was moved: all chunks were where they are used.")
+    total, found = _total(record), []
     for name in routes:
-        rates = [sample.interval.bytes_per_second.get(name, 0.0) / 1e9 for sample in record.samples]
-        total = _total(record)
-        mean = total.bytes_per_second.get(name, 0.0) / 1e9
-        text = f"{name}: {mean:.2f} GB/s on average, {size(total.route_bytes.get(name, 0))} in all"
-        found.append(f"<h3>{escape(text)}</h3>{stacked(record.samples, {'moved': rates}, 'GB/s', name)}")
+        rates = [sample.interval.bytes_per_second.get(name, 0.0) for sample in record.samples]
+        unit, per = ("GB/s", 1e9) if max(rates) >= 1e8 else ("MB/s", 1e6)
+        mean = total.bytes_per_second.get(name, 0.0) / per
+        text = f"{name}: {mean:.2f} {unit} on average, {size(total.route_bytes.get(name, 0))} in all"
+        chart = stacked(record.samples, {"moved": [rate / per for rate in rates]}, unit, name)
+        found.append(f"<h3>{escape(text)}</h3>{chart}")
     return f'<div class="pair">{"".join(f"<div>{one}</div>" for one in found)}</div>'
 
 
@@ -128,20 +130,54 @@ def _tiers(record: Record) -> str:
             for folder, path in record.stats.paths.items()
         )
         tables += _table(("path", "in use at the end", "GB/s, busy", "read", "written"), paths)
+        tables += _quiet(f"{size(record.stats.bytes_written)} were written to swap files in all.")
     return tables
+
+
+def _pressure(record: Record) -> str:
+    tiers = sorted(dict.fromkeys(tier for one in record.samples for tier in one.most_pressure), key=_rank)
+    if not tiers:
+        return _quiet("None was measured.")
+    total, charts = _total(record), ""
+    for tier in tiers:
+        moments = {kind: _moments(record, kind, tier) for kind in MARKED}
+        most, last = max(one.most_pressure.get(tier, 0.0) for one in record.samples), record.stats.pressure.get(tier)
+        text, source = f"{tier}: at most {share(most, 1.0)}", ""
+        if last is not None:
+            text += f", {share(last.used_bytes, last.total_bytes)} at the end"
+            stalled = "" if last.stall_percent is None else f"; tasks waited {last.stall_percent:.1f} % of ten seconds"
+            source = _quiet(f"{last.source}{stalled}")
+        charts += f"<div><h3>{escape(text)}</h3>{source}{pressure(record.samples, tier, moments)}</div>"
+    text = (
+        f"How full the memory is that a tier lies in, whoever fills it; fainter: the most there was in between. "
+        f"{total.spilled:,} chunks were spilled, {total.promoted:,} promoted."
+    )
+    kinds = {one.kind for one in record.decisions}
+    legend = _legend([kind for kind in MARKED if kind in kinds])
+    return f'{_quiet(text)}{legend}<div class="low">{charts}</div>'
+
+
+def _moments(record: Record, kind: str, tier: str) -> list[float]:
+    """When something of a kind was decided that names a tier."""
+    found = [one for one in record.decisions if one.kind == kind and tier in re.findall(r"\w+", one.what)]
+    return [one.time - _began(record) for one in found]
+
+
+def _began(record: Record) -> float:
+    return record.job.started if record.began is None else record.began
 
 
 def _decisions(record: Record) -> str:
     if not record.decisions:
-        return _nothing("None.")
+        return _quiet("None.")
     left_out = record.decided - len(record.decisions)
     note = f"{record.decided:,} in all" + (f"; {left_out:,} in the middle are left out." if left_out > 0 else ".")
     rows = "".join(
-        _row(duration(max(0.0, one.time - record.job.started)), f"{one.step:,}", one.kind, one.what, one.reason)
+        _row(duration(max(0.0, one.time - _began(record))), f"{one.step:,}", one.kind, one.what, one.reason)
         for one in record.decisions
     )
     table = _table(("after", "step", "kind", "what", "because"), rows)
-    return f'<p class="quiet">{escape(note)}</p><div class="decisions">{table}</div>'
+    return f'{_quiet(note)}<div class="decisions">{table}</div>'
 
 
 def _total(record: Record) -> Interval:
@@ -165,7 +201,7 @@ def _section(title: str, content: str) -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>\n"
 
 
-def _nothing(text: str) -> str:
+def _quiet(text: str) -> str:
     return f'<p class="quiet">{escape(text)}</p>'
 
 

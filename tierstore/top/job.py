@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from tierstore.history import Job, Picture
 from tierstore.output import write_stdout
 from tierstore.seen import read_picture
-from tierstore.top.view import WIDTH, draw
+from tierstore.top.view import LEAST_WANTED, WIDTH, draw
 
 SILENT_SECONDS = 10.0
 """After so long without a new picture, the job is said to be silent; a step may take longer."""
@@ -71,6 +71,16 @@ def exists(job: Job) -> bool | None:
         return True
 
 
+def fitting(picture: Picture, state: State, console: Console) -> RenderableType:
+    """As much of a picture as the terminal has lines for."""
+    for number in range(len(LEAST_WANTED) + 1):
+        without = LEAST_WANTED[:number]
+        drawn = draw(picture, state.text, is_well=state.is_well, width=console.width, without=without)
+        if len(console.render_lines(drawn)) < console.height:
+            break
+    return drawn
+
+
 def _look(path: Path) -> tuple[Picture, State]:
     picture = read_picture(path)
     return picture, state_of(picture, now=time.time(), exists=exists)
@@ -86,7 +96,7 @@ def _show_live(path: Path, console: Console, every: float) -> int:
     picture, state = _look(path)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(draw(picture, state.text, is_well=state.is_well, width=console.width), refresh=True)
+            live.update(fitting(picture, state, console), refresh=True)
             if state.is_over:
                 return WELL if state.is_well else GONE
             _wait(every)
