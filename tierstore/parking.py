@@ -23,8 +23,11 @@ _log = logging.getLogger("tierstore.relief")
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    """What was changed: the extents that tiers had, the homes of chunks, and which of them were where they are used."""
+    """What was changed: the extents that tiers had, those emptied and those that took what was in them; the homes of
+    chunks, and which of them were where they are used.
+    """
 
+    emptied: frozenset[str]
     sizes: Mapping[str, int]
     homes: Mapping[int, str]
     in_use: tuple[int, ...]
@@ -53,17 +56,26 @@ class Parking(Relief):
             self._come_to_rest()
             room = {name: self.setup.tiers[name].arena.capacity for name in emptied}
             goal, homes, wanted = self._goal(emptied, to)
-            parked = self._what_is_parked([*emptied, goal])
+            parked = self._what_is_parked(emptied, goal)
             if goal not in self.setup.tiers:
                 self._join(goal)
-            self._parked = parked  # from here on, what breaks off is put right by whoever uses a chunk
-            has = self.setup.tiers[goal].arena.lasting
-            self._resize({goal: max(has, wanted), **dict.fromkeys(emptied, 0)}, homes)
+            self._park(parked, {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}, homes)
             done = Relocation(
                 self._moved_bytes() - moved, sum(room.values()) * self._extent_bytes, time.perf_counter() - began
             )
             self._tell_relocation("offload", f"{', '.join(emptied)} emptied into {goal}", done)
             return done
+
+    def _park(self, parked: _Parked, sizes: Mapping[str, int], homes: Mapping[int, str]) -> None:
+        """Empty tiers; what breaks off half-way is put right by whoever uses a chunk."""
+        before, self._parked = self._parked, parked
+        try:
+            self._resize(sizes, homes)
+        except BaseException:
+            is_as_before = all(self._has(name) == size for name, size in parked.sizes.items())
+            if is_as_before and all(self._ledger.home(chunk) == home for chunk, home in parked.homes.items()):
+                self._parked = before
+            raise
 
     def reload(self) -> Relocation:
         """Give emptied tiers their memory again, and chunks their homes; begin to fetch those that were in use.
@@ -77,7 +89,11 @@ class Parking(Relief):
             began, moved = time.perf_counter(), self._moved_bytes()
             before = {name: self.setup.tiers[name].arena.capacity for name in parked.sizes}
             there = {chunk: home for chunk, home in parked.homes.items() if chunk in self._infos}
-            self._resize(parked.sizes, {**{chunk: self._ledger.home(chunk) for chunk in self._infos}, **there})
+            sizes = {
+                name: size if name in parked.emptied else min(size, self._has(name))
+                for name, size in parked.sizes.items()
+            }  # of another tier some may have been lost to failures meanwhile
+            self._resize(sizes, {**{chunk: self._ledger.home(chunk) for chunk in self._infos}, **there})
             self._parked = None
             wanted = [chunk for chunk in parked.in_use if chunk in self._infos]
             self._execution.issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
@@ -85,6 +101,11 @@ class Parking(Relief):
             done = Relocation(self._moved_bytes() - moved, taken * self._extent_bytes, time.perf_counter() - began)
             self._tell_relocation("reload", f"{', '.join(parked.sizes)} as before", done)
             return done
+
+    def adapt(self) -> None:
+        """Measure how full memory is, and adapt to it, as every step does at its beginning; emptied tiers stay so."""
+        if self._parked is None:
+            super().adapt()
 
     def resize_tier(self, name: str, extents: int) -> None:
         with self._entered():
@@ -139,16 +160,14 @@ class Parking(Relief):
         homes = {chunk: self._ledger.home(chunk) for chunk in self._infos}
         homes |= {chunk: goal for chunk, home in homes.items() if home in emptied}
         wanted = sum(home == goal for home in homes.values())
-        has = self.setup.tiers[goal].arena.lasting if goal in self.setup.tiers else 0
         for place, chunk in self._ledger.valid_places().items():
-            if place.tier in emptied and homes[chunk] != goal and wanted < has:
+            if place.tier in emptied and homes[chunk] != goal and wanted < self._has(goal):
                 homes[chunk] = goal
                 wanted += 1
         return homes, wanted
 
     def _check_room(self, goal: str, wanted: int) -> None:
-        has = self.setup.tiers[goal].arena.lasting if goal in self.setup.tiers else 0
-        most = self.setup.given.get(goal)
+        has, most = self._has(goal), self.setup.given.get(goal)
         if wanted > has and most is not None and wanted > most:
             otherwise = "" if goal == LINE[-1] else ", or choose a slower tier"
             raise CapacityError(
@@ -156,14 +175,19 @@ class Parking(Relief):
                 f"tiers.{goal}.capacity to at least {wanted * self._extent_bytes:,} bytes{otherwise}"
             )
 
-    def _what_is_parked(self, changed: Sequence[str]) -> _Parked:
+    def _what_is_parked(self, emptied: Sequence[str], goal: str) -> _Parked:
         """What there is now; of tiers that are emptied one after another, what there was at first."""
-        sizes = {name: self.setup.tiers[name].arena.lasting if name in self.setup.tiers else 0 for name in changed}
+        sizes = {name: self._has(name) for name in (*emptied, goal)}
         homes = {chunk: self._ledger.home(chunk) for chunk in self._infos}
         in_use = [chunk for chunk, info in self._infos.items() if self._ledger.bound_for(chunk) == info.compute]
         if self._parked is None:
-            return _Parked(sizes, homes, tuple(in_use))
-        return _Parked({**sizes, **self._parked.sizes}, {**homes, **self._parked.homes}, self._parked.in_use)
+            return _Parked(frozenset(emptied), sizes, homes, tuple(in_use))
+        was = self._parked
+        return _Parked(was.emptied | {*emptied}, {**sizes, **was.sizes}, {**homes, **was.homes}, was.in_use)
+
+    def _has(self, tier: str) -> int:
+        """Extents of a tier, none while it has not joined."""
+        return self.setup.tiers[tier].arena.lasting if tier in self.setup.tiers else 0
 
     def _moved_bytes(self) -> int:
         return self._traffic.recorder.moved_bytes

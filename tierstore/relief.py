@@ -71,9 +71,6 @@ class Relief(Sizing):
 
     gradients: Gradients | None = None
 
-    def _return(self) -> None:
-        """Have all memory that was given up on demand, as it is needed now."""
-
     def _begin_relief(self) -> None:
         self._most: dict[str, int] = dict(self.setup.given)
         self._ceilings: dict[str, int] = {}  # of tiers that yield for now
@@ -104,7 +101,6 @@ class Relief(Sizing):
         """Measure how full memory is, and adapt to it, as every step does at its beginning."""
         with self._entered():
             self._raise_errors()
-            self._return()
             self._serve()
             if self.setup.probe is not None:
                 self._heed(self.setup.probe.measure_now(), may_grow=True)

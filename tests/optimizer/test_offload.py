@@ -16,7 +16,8 @@ from tests.optimizer.cases import KIB, MIB, assert_same_parameters, seeded, set_
 from tierstore import TieredAdamW
 from tierstore.build import Parts
 from tierstore.device import HostDevice
-from tierstore.errors import BusyStoreError, CapacityError, LeaseError, PolicyError, StoreClosedError
+from tierstore.errors import BusyStoreError, CapacityError, DiskFullError, LeaseError, PolicyError, StoreClosedError
+from tierstore.swapfile import SwapFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
@@ -211,6 +212,26 @@ def test_without_room_below_nothing_moves(tmp_path: Path) -> None:
     twins.step()
     twins.mine.offload()  # into nvme
     twins.step()
+
+
+def test_a_disk_that_is_full_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(tmp_path, gpu=40)
+    twins.step()
+    before = twins.sizes()
+    grow = SwapFile.grow
+
+    def refuse(*_: object) -> int:
+        raise DiskFullError(28, "No space left on device")
+
+    monkeypatch.setattr(SwapFile, "grow", refuse)
+    with pytest.raises(DiskFullError):
+        twins.mine.offload("nvme")
+    assert twins.sizes() == before and not twins.mine.store.is_offloaded
+    twins.step()
+    monkeypatch.setattr(SwapFile, "grow", grow)
+    twins.mine.offload("nvme")
+    twins.step()
+    assert twins.sizes() == before
 
 
 def test_leased_chunks_are_not_emptied(tmp_path: Path) -> None:

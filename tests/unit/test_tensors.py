@@ -151,7 +151,8 @@ class Trial:
             self.store.reload()
 
     def adapt(self) -> None:
-        self.store.adapt()
+        with self.refusable():
+            self.store.adapt()
 
     def make_room(self, tier: str, names: list[str]) -> None:
         """Use tensors while a tier yields most of what it has."""

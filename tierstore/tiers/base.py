@@ -86,7 +86,11 @@ class Tier(abc.ABC):
         )
 
     def _least_path(self) -> int:
-        paths = [path for path in range(len(self.paths)) if path not in self.shunned] or range(len(self.paths))
+        paths = [path for path in range(len(self.paths)) if path not in self.shunned]
+        if self.paths and not paths:
+            raise CapacityError(
+                f"tier {self.name} cannot grow: nothing more is written to {', '.join(self.paths)}, which keep failing"
+            )
         return min(paths, key=self.arena.reserved_on, default=0)
 
     @abc.abstractmethod
