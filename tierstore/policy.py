@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -202,6 +202,8 @@ class TierPolicy(_Section):
         """
         name = _source_name(source)
         policy = source if isinstance(source, TierPolicy) else cls._validate(_settings(source, name), name)
+        if isinstance(source, str | os.PathLike):
+            _check_own_file(policy, name)
         return policy if tiers is None else policy._select(tiers, name)
 
     def to_yaml(self) -> str:
@@ -224,6 +226,13 @@ class TierPolicy(_Section):
         if self.update == "backward" and self.order == "alternating":
             allowed = "auto or fixed with update: backward, whose order is that in which gradients arrive"
             raise ValidationError.from_exception_data("TierPolicy", [_problem(("order",), self.order, allowed)])
+        return self
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if self.monitor is not None and self.record is not None and _is_same_file(self.monitor, self.record):
+            allowed = "another file than that of monitor, as each is replaced as a whole"
+            raise ValidationError.from_exception_data("TierPolicy", [_problem(("record",), self.record, allowed)])
         return self
 
     @model_validator(mode="after")
@@ -294,6 +303,18 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 _SECTIONS: dict[str, Any] = {"tiers": {"gpu": {}, "cpu": {}, "nvme": {"io": {}}}, "placement": (), "state": {}}
 
 
+def _check_own_file(policy: TierPolicy, name: str) -> None:
+    """Refuse a policy that would be replaced by what a job says of itself."""
+    for key in ("monitor", "record"):
+        file = getattr(policy, key)
+        if file is not None and _is_same_file(file, name):
+            raise PolicyError(f"{name}: {key}: found {shown(file)}, this policy's own file; allowed: another one")
+
+
+def _is_same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
 def _with_sections(settings: object, sections: Any = _SECTIONS) -> object:
     """Read a section without content, which YAML gives as null, as one where every key has its default."""
     if settings is None:
@@ -344,9 +365,7 @@ def _text(detail: ErrorDetails, section: type[BaseModel]) -> str:
     path, parent = detail["loc"], detail["loc"][:-1]
     match detail["type"]:
         case "extra_forbidden" | "invalid_key":
-            nearest = difflib.get_close_matches(str(path[-1]), _section_at(section, parent).model_fields, n=1)
-            hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
-            return f"unknown key{hint} allowed: {_keys_text(section, parent)}"
+            return f"unknown key{_hint(section, parent, str(path[-1]))} allowed: {_keys_text(section, parent)}"
         case "missing":
             return f"missing; allowed: {_keys_text(section, path)}"
         case "model_type":
@@ -355,6 +374,26 @@ def _text(detail: ErrorDetails, section: type[BaseModel]) -> str:
             return str(detail["ctx"]["error"])
         case _:
             return detail["msg"]
+
+
+def _hint(section: type[BaseModel], parent: tuple[str | int, ...], key: str) -> str:
+    """Ask whether the nearest key of a section was meant; of one that belongs elsewhere, only if it is very near."""
+    elsewhere = [place if "." in place else f"{place} at the top" for place in _places_of(section, key)]
+    here = _section_at(section, parent).model_fields
+    nearest = difflib.get_close_matches(key, here, n=1, cutoff=0.8 if elsewhere else 0.6)
+    meant = [repr(name) for name in nearest] or elsewhere
+    return f", did you mean {' or '.join(meant)}?" if meant else ";"
+
+
+def _places_of(section: type[BaseModel], key: str, path: str = "") -> Iterator[str]:
+    """Name all places of a key, in a section and those within."""
+    for name, field in section.model_fields.items():
+        if name == key:
+            yield f"{path}{name}"
+        inner = _section_at(section, (name,))
+        if inner is not section:
+            many = ".N" if get_origin(field.annotation) is tuple else ""
+            yield from _places_of(inner, key, f"{path}{name}{many}.")
 
 
 def _problem(path: tuple[str | int, ...], value: object, allowed: str) -> InitErrorDetails:
