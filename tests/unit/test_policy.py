@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import re
-import time
 from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +18,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests import fuzzing
 from tierstore.errors import PolicyError
 from tierstore.policy import (
     TIER_NAMES,
@@ -797,24 +797,31 @@ def test_any_file_loads_or_raises_a_policy_error(tmp_path_factory, text):
     assert not problem or problem.startswith(f"{path}: ")
 
 
-FUZZ_SECONDS = 60.0
-
-
-@pytest.mark.long
-def test_a_minute_of_damaged_files_loads_or_raises_policy_errors(tmp_path):
-    """Every shipped policy, with bytes of it changed, cut out, repeated and put elsewhere."""
-    randomness, count = random.Random(5), 0
+def fuzz(folder, seed, tries):
+    """Load the shipped policies, with bytes of them changed, cut out, repeated and put elsewhere."""
+    randomness, outcomes = random.Random(seed), {"refused": 0, "loaded": 0}
     sources = [file.read_bytes() for file in sorted(CONFIGS.glob("*.yaml"))]
-    ends = time.monotonic() + FUZZ_SECONDS
-    while time.monotonic() < ends:
+    for _ in tries:
         text = bytearray(randomness.choice(sources))
         for _ in range(randomness.randint(1, 8)):
             damage(text, randomness)
-        path = write(tmp_path, bytes(text))
+        path = write(folder, bytes(text))
         problem = problem_of(path)
         assert not problem or problem.startswith(f"{path}: ")
-        count += 1
-    print(f"{count} files tried")
+        outcomes["refused" if problem else "loaded"] += 1
+    return outcomes
+
+
+def test_damaged_files_load_or_raise_policy_errors(tmp_path):
+    outcomes = fuzz(tmp_path, 5, range(30))
+    assert min(outcomes.values()) > 2
+
+
+@pytest.mark.fuzz
+def test_damaged_files_load_or_raise_policy_errors_for_a_fixed_time(tmp_path, capsys):
+    outcomes = fuzz(tmp_path, fuzzing.SEED, fuzzing.timed())
+    fuzzing.tell(capsys, "policies", outcomes)
+    assert sum(outcomes.values()) > 100
 
 
 def damage(text, randomness):
