@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from tests.optimizer.beside import assert_same_values, cloned
 from tests.optimizer.cases import assert_same_parameters, seeded, set_gradients, small_policy, train
 from tests.optimizer.settings import go_on, network
 from tests.optimizer.test_checkpoint import MODES, SHAPES, TIERS, Weighted, made
+from tests.processes import run_script
 from tierstore.build import Parts
 from tierstore.errors import BusyStoreError, CheckpointFileError, ForkedStoreError, NoCheckpointError, TransferError
 from tierstore.io.base import Kind
@@ -211,7 +209,7 @@ class TestBusy:
             train(optimizer, parameters, range(3))
             optimizer.save_checkpoint(Path({str(tmp_path)!r}) / "saved", wait=False)
         """
-        subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+        run_script(script, tmp_path, to_its_end=True)
         assert loaded_steps(tmp_path / "saved", tmp_path) == 3
 
     def test_a_fork_leaves_what_is_under_way_to_its_parent(self, tmp_path: Path) -> None:
