@@ -46,7 +46,8 @@ class Checkpointed:
 
         In bounded memory; what stood at `path` stays until the new one is complete and on the disk. `extra` may be made
         of None, numbers, strings, bytes, lists, tuples, dicts, tensors and numpy arrays. `keep_last`: remove all but so
-        many of the newest checkpoints in the folder, after this one is safe.
+        many of the newest checkpoints of this series, after this one is safe; of one series are those in the folder
+        whose names differ in their last number only.
 
         With `wait=False` it returns once the model is copied; state is copied chunk by chunk before the next step
         changes it, and written while training goes on. A next save waits for it, or raises BusyStoreError (`if_busy=

@@ -172,6 +172,46 @@ def test_only_the_oldest_beyond_keep_last_are_removed_and_only_checkpoints(tmp_p
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-2", "step-5"]
 
 
+@pytest.mark.parametrize(
+    ("names", "saved", "kept"),
+    [
+        (["gen-1", "disc-1", "gen-2", "disc-2"], "gen-3", ["disc-1", "disc-2", "gen-3"]),
+        (["rank0-step1", "rank1-step1"], "rank0-step2.zarr", ["rank0-step1", "rank0-step2.zarr", "rank1-step1"]),
+        (["rank0-step1", "rank1-step1"], "rank0-step20", ["rank0-step20", "rank1-step1"]),
+        (["best", "7", "10", "last"], "11", ["11", "best", "last"]),
+        (["step-1", "step-2"], "last", ["last", "step-1", "step-2"]),
+    ],
+)
+def test_only_names_that_differ_in_their_last_number_alone_are_of_one_series(
+    tmp_path: Path, names: list[str], saved: str, kept: list[str]
+) -> None:
+    """Two optimizers that save into one folder leave each other's checkpoints alone."""
+    for name in names:
+        save(tmp_path / name, OLD)
+    with Writer(tmp_path / saved, header={}) as writer:
+        writer.commit(keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == kept
+
+
+def test_what_is_removed_while_it_is_read_is_no_checkpoint_that_was_never_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a filesystem without flock pruning cannot see a reader: that ends with an error, and never starts afresh."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    save(tmp_path / "step-1", torch.ones(600_000))
+    with Reader(tmp_path / "step-1") as reader:
+        with Writer(tmp_path / "step-2", header={}) as writer:
+            writer.commit(keep_last=1)
+        assert os.listdir(tmp_path) == ["step-2"]
+        with pytest.raises(IncompleteCheckpointError, match=r"is missing: .* removed while it was read") as caught:
+            load(reader)
+    assert not isinstance(caught.value, NoCheckpointError)
+
+
 def test_a_writer_and_a_reader_that_are_forgotten_give_everything_back(tmp_path: Path) -> None:
     save(tmp_path / "c", OLD)
     before = len(os.listdir("/proc/self/fd"))

@@ -237,12 +237,7 @@ class Reader:
         geometry = array.geometry
         for shard in range(geometry.shards):
             file = f"{name}/{array.file_of(shard)}"
-            try:
-                size = self.tree.size(file)
-            except NoCheckpointError as error:
-                raise IncompleteCheckpointError(
-                    f"{self.path}/{file} is missing: the checkpoint is not complete"
-                ) from error
+            size = self.tree.size(file)
             each = geometry.block_bytes if geometry.compression == "none" else 1
             least = geometry.index_bytes + geometry.blocks_in(shard) * each
             if size < least:

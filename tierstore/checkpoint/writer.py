@@ -129,7 +129,8 @@ class Writer:
     def commit(self, *, keep_last: int | None = None) -> None:
         """Let the checkpoint stand at its path, complete and on the disk, in one instant.
 
-        With `keep_last`, remove the oldest other checkpoints in the same folder afterwards, so that so many stay.
+        With `keep_last`, remove the oldest others of its series afterwards, so that so many stay: those in the same
+        folder whose names differ from this one's in their last number only.
         Raises CheckpointValueError if values are missing.
         """
         self._check_open()
