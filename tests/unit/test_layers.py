@@ -17,6 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces", "history"),
     "decide": (
         "units",
+        "problems",
         "policy",
         "residency",
         "placement",
