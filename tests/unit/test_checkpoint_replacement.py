@@ -14,8 +14,9 @@ import torch
 
 from tests.fakes import KILLED, EndingFiles, UnsyncedFiles
 from tests.unit.test_checkpoint import load, save
-from tierstore.checkpoint import Reader, Writer
+from tierstore.checkpoint import Reader, TorchFile, Writer
 from tierstore.checkpoint.files import Files
+from tierstore.checkpoint.opening import open_checkpoint
 from tierstore.errors import (
     CheckpointFileError,
     CheckpointValueError,
@@ -142,6 +143,37 @@ def test_two_writers_of_one_path_leave_each_other_alone(tmp_path: Path) -> None:
     with Reader(tmp_path / "c") as reader:
         assert reader.header == {"who": 1}
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("opens", [lambda path: Writer(path, header={}), Reader, TorchFile])
+def test_an_empty_path_is_told_as_one(opens: Callable[[str], object]) -> None:
+    with pytest.raises(CheckpointValueError, match=r"path of a checkpoint is empty: name a folder"):
+        opens("")
+
+
+def test_a_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(Path("~/c"), OLD)
+    assert os.listdir(tmp_path) == ["c"]
+    with open_checkpoint("~/c") as found:
+        assert isinstance(found, Reader) and load(found).equal(OLD)
+    torch.save({"w": NEW}, tmp_path / "t.pt")
+    with open_checkpoint("~/t.pt") as found:
+        assert list(found.header["model"]["keys"]) == ["w"]
+
+
+def test_a_link_is_saved_through_whether_or_not_anything_is_there(tmp_path: Path) -> None:
+    """A link from a run's folder to a large disk: the checkpoint lies there, and the link stays one."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "newest").symlink_to("disk/c")
+    for values in (OLD, NEW):  # dangling, then with one there
+        save(tmp_path / "newest", values)
+        with Reader(tmp_path / "newest") as reader:
+            assert load(reader).equal(values)
+    assert (tmp_path / "newest").is_symlink() and os.listdir(tmp_path / "disk") == ["c"]
+    (tmp_path / "lost").symlink_to("nowhere/c")
+    with pytest.raises(CheckpointFileError, match=r"make the folder .*/nowhere first"):
+        save(tmp_path / "lost", OLD)
 
 
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
