@@ -50,9 +50,11 @@ class Checkpointed:
         whose names differ in their last number only.
 
         With `wait=False` it returns once the model is copied; state is copied chunk by chunk before the next step
-        changes it, and written while training goes on. A next save waits for it, or raises BusyStoreError (`if_busy=
-        "error"`). Its errors are raised by the next call of `step` or a save, by `wait()` of what is returned, and by
-        `wait_for_checkpoint()`; training goes on. `close()` and the end of the program finish it.
+        changes it, and written while training goes on. With it goes the half of a split master that the parameter is:
+        weights changed by hand before that step would be saved as changed, so wait first. A next save waits for it, or
+        raises BusyStoreError (`if_busy="error"`). Its errors are raised by the next call of `step` or a save, by
+        `wait()` of what is returned, and by `wait_for_checkpoint()`; training goes on. `close()` and the end of the
+        program finish it. A disk that hangs for as long as `tiers.nvme.io.timeout` says ends it with an error.
 
         Raises CheckpointError for what cannot be stored or written, FailedStepError after a step that broke off.
         """
