@@ -247,7 +247,7 @@ class TierPolicy(_Section):
 
 
 def _source_name(source: object) -> str:
-    return os.fsdecode(source) if isinstance(source, str | os.PathLike) else "policy"
+    return os.path.expanduser(os.fsdecode(source)) if isinstance(source, str | os.PathLike) else "policy"
 
 
 def _settings(source: object, name: str) -> object:

@@ -529,6 +529,14 @@ def test_one_file_for_monitor_and_record_is_refused(tmp_path, other):
     assert TierPolicy.load({**settings, "record": tmp_path / "other.json"})
 
 
+def test_a_policys_path_may_begin_at_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "policy.yaml").write_text("tiers: {cpu: {}}\nrecord: ~/run.json\n")
+    assert TierPolicy.load("~/policy.yaml").record == tmp_path / "run.json"
+    with pytest.raises(PolicyError, match=rf"{tmp_path}/none.yaml: cannot be read"):
+        TierPolicy.load("~/none.yaml")
+
+
 @pytest.mark.parametrize("key", ["monitor", "record"])
 def test_a_policy_never_names_its_own_file_as_one_to_be_replaced(tmp_path, key):
     path = tmp_path / "policy.yaml"
