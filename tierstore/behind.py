@@ -133,9 +133,9 @@ class WriteBehind:
         """Wait until the checkpoint is there or given up."""
         while not self._is_over:
             with self._changed:
-                limit = self._timeout_seconds if self._unwritten else None
-                if not self._is_over and not self._changed.wait(limit):  # notified of every buffer that was written
-                    self._give_up()
+                limit, before = self._timeout_seconds if self._unwritten else None, self._unwritten
+                if not self._is_over and not self._changed.wait(limit) and self._unwritten == before:
+                    self._give_up()  # it is notified of every buffer that was written
             self.tell(self.written_bytes)
             break_point()
         if not self._is_given_up:
