@@ -10,10 +10,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 PATIENCE_SECONDS = 600.0
@@ -81,11 +84,50 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
         return child.result()
 
 
+def barrier(parties: int) -> Any:
+    """What so many processes wait for each other at: an argument for a `Child`."""
+    return _context.Barrier(parties, timeout=PATIENCE_SECONDS)
+
+
+def run_script(code: str, folder: Path, *, to_its_end: bool = False) -> str:
+    """Run Python code in a process of its own, with `folder` defined; return what comes of it on stdout and stderr.
+
+    `to_its_end`: let the interpreter end as it does after a script, which takes torch a second.
+    """
+    with TemporaryDirectory() as name:
+        printed = Path(name) / "printed"
+        with Child(_script, textwrap.dedent(code), str(folder), printed, to_its_end) as child:
+            status = child.wait()
+        text = printed.read_text()
+    assert status == 0, f"it ended with {status}: {text}"
+    return text
+
+
 def exit_as_a_script_does(code: int = 0) -> NoReturn:
     """End the interpreter: threads are joined, exit functions called, modules torn down. A forked child skips that."""
     sys.stdout.flush()
     ctypes.pythonapi.Py_Exit(code)
     raise AssertionError
+
+
+def _script(code: str, folder: str, printed: Path, to_its_end: bool) -> None:
+    status: Any = 0
+    main = sys.modules["__main__"].__dict__  # torn down last of all
+    main["folder"] = folder
+    with printed.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    try:
+        exec(code, main)
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if to_its_end:
+        exit_as_a_script_does(status)
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _work(there: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

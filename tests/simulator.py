@@ -34,6 +34,7 @@ class DistantTier(Tier):
     def __init__(self, name: str, extent_bytes: int, paths: int = 1) -> None:
         super().__init__(name, Arena(name, extent_bytes), [f"/swap{path}" for path in range(paths)])
         self.most: dict[int, int] = {}  # extents that a path has room for, if not for any number
+        self.refusals = 0
         self._slabs: dict[int, Tensor] = {}
 
     def bytes_at(self, extent: Extent, nbytes: int) -> Tensor:
@@ -49,6 +50,7 @@ class DistantTier(Tier):
 
     def _reserve(self, nbytes: int, path: int) -> None:
         if self.arena.reserved_on(path) + nbytes // self.arena.extent_bytes > self.most.get(path, 1 << 30):
+            self.refusals += 1
             raise DiskFullError(errno.ENOSPC, "injected", self.paths[path])
         self._slabs[self.arena.next_slab] = torch.full((nbytes,), POISON, dtype=torch.uint8)
 

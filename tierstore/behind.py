@@ -2,11 +2,12 @@
 
 The thread sees its buffers and the writer of a checkpoint, nothing else: no tier, no ledger, no parameter. After an
 error it writes no more, but goes on taking buffers until it hears that no more will come, so that whoever fills them
-never waits in vain.
+never waits in vain. A disk that hangs is not waited for: the checkpoint is given up, and the thread left to itself.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tierstore.cores import on_one_core
+from tierstore.errors import CheckpointFileError
 from tierstore.guard import WORKER_PREFIX
 from tierstore.mapping import map_host_memory
 from tierstore.signals import break_point
@@ -46,24 +48,30 @@ Job = Callable[[Sink], None]
 
 
 class WriteBehind:
-    """What is on its way into one checkpoint. For the one thread that fills the buffers.
+    """What is on its way into the checkpoint at `path`. For the one thread that fills the buffers.
 
-    Whenever it waits, `tell` hears how many bytes are written.
+    Whenever it waits, `tell` hears how many bytes are written. A buffer that takes longer than `timeout_seconds` to be
+    written ends the checkpoint; to bring all to the disk in the end may take any time.
     """
 
-    def __init__(self, sink: Sink, *, buffer_bytes: int, keep_last: int | None) -> None:
+    def __init__(
+        self, sink: Sink, *, path: str, buffer_bytes: int, keep_last: int | None, timeout_seconds: float
+    ) -> None:
         """Take over a writer that was entered and knows its entries."""
         self.error: BaseException | None = None
         self.tell: Callable[[int], None] = _tell_nobody
         self.written_bytes = 0
         self._sink = sink
+        self._path = path
+        self._timeout_seconds = timeout_seconds
         self._keep_last = keep_last
         self._buffer_bytes = buffer_bytes
         self._free: list[Tensor] = []
         self._made = 0
         self._jobs: deque[tuple[Tensor, Job, int]] = deque()
+        self._unwritten = 0  # buffers on their way
         self._changed = threading.Condition()
-        self._is_complete = self._is_over = False
+        self._is_complete = self._is_over = self._is_given_up = False
         self._thread = threading.Thread(
             target=on_one_core, args=(self._main,), name=f"{WORKER_PREFIX}checkpoint", daemon=True
         )
@@ -80,14 +88,18 @@ class WriteBehind:
         return self._is_over
 
     def wait_for_buffer(self) -> tuple[Tensor, float]:
-        """Get a buffer (uint8, page-aligned host memory) to be filled, and the seconds that it took."""
+        """Get a buffer (uint8, page-aligned host memory) to be filled, and the seconds that it took.
+
+        Raises CheckpointFileError, with the checkpoint given up, if the disk hangs.
+        """
         began = time.perf_counter()
         with self._changed:
             if not self._free and self._made < BUFFERS:
                 buffer = map_host_memory(self._buffer_bytes)
                 self._made += 1
                 return buffer, 0.0
-            self._changed.wait_for(lambda: bool(self._free))
+            if not self._changed.wait_for(lambda: bool(self._free), self._timeout_seconds):
+                raise self._give_up()
             buffer, written = self._free.pop(), self.written_bytes
         self.tell(written)
         return buffer, time.perf_counter() - began
@@ -96,6 +108,7 @@ class WriteBehind:
         """Let a job write so many bytes of a filled buffer, which is the thread's from now on."""
         with self._changed:
             self._jobs.append((buffer, job, nbytes))
+            self._unwritten += 1
             self._changed.notify_all()
 
     def drop(self) -> None:
@@ -120,11 +133,25 @@ class WriteBehind:
         """Wait until the checkpoint is there or given up."""
         while not self._is_over:
             with self._changed:
-                if not self._is_over:
-                    self._changed.wait()  # notified of every buffer that was written
+                limit, before = self._timeout_seconds if self._unwritten else None, self._unwritten
+                if not self._is_over and not self._changed.wait(limit) and self._unwritten == before:
+                    self._give_up()  # it is notified of every buffer that was written
             self.tell(self.written_bytes)
             break_point()
-        self._thread.join()
+        if not self._is_given_up:
+            self._thread.join()
+
+    def _give_up(self) -> CheckpointFileError:
+        """Leave the thread, and what it waits for, to itself; it abandons the checkpoint once it is back."""
+        reason = (
+            f"nothing was written for {self._timeout_seconds:g} s (tiers.nvme.io.timeout), so the disk hangs: the "
+            f"checkpoint is given up, and what stood at the path before stays"
+        )
+        error = CheckpointFileError(errno.ETIMEDOUT, reason, self._path)
+        self.error = self.error or error
+        self._is_complete = self._is_given_up = self._is_over = True
+        self._changed.notify_all()
+        return error
 
     def _main(self) -> None:
         with ExitStack() as writing:
@@ -159,6 +186,7 @@ class WriteBehind:
             self.error = self.error or error
         with self._changed:
             self.written_bytes += nbytes
+            self._unwritten -= 1
             self._free.append(buffer)
             self._changed.notify_all()
 

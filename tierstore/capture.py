@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tierstore.behind import Sink, WriteBehind
 from tierstore.build import Plant
+from tierstore.errors import CheckpointError
 from tierstore.layout import Chunk, Layout
 from tierstore.members import Member
 from tierstore.records import MASTER, field_in_parts, high_half, is_split
@@ -74,13 +75,13 @@ class Capture:
         return use if self.is_over else capture_and_use
 
     def rest(self) -> None:
-        """Copy all that is left, moving nothing."""
+        """Copy all that is left, moving nothing. What breaks it off, as a second Ctrl-C does, ends the checkpoint."""
         for chunk in list(self._chunks.values()):
             try:
                 break_point()
                 self._take(chunk, self._read)
             except BaseException as error:
-                self._give_up(error)
+                self._give_up(CheckpointError(f"it was broken off before all was copied ({type(error).__name__})"))
                 raise
 
     def _take(self, chunk: Chunk, fill: Callable[[Chunk, Tensor], None]) -> None:

@@ -46,12 +46,15 @@ class Checkpointed:
 
         In bounded memory; what stood at `path` stays until the new one is complete and on the disk. `extra` may be made
         of None, numbers, strings, bytes, lists, tuples, dicts, tensors and numpy arrays. `keep_last`: remove all but so
-        many of the newest checkpoints in the folder, after this one is safe.
+        many of the newest checkpoints of this series, after this one is safe; of one series are those in the folder
+        whose names differ in their last number only.
 
         With `wait=False` it returns once the model is copied; state is copied chunk by chunk before the next step
-        changes it, and written while training goes on. A next save waits for it, or raises BusyStoreError (`if_busy=
-        "error"`). Its errors are raised by the next call of `step` or a save, by `wait()` of what is returned, and by
-        `wait_for_checkpoint()`; training goes on. `close()` and the end of the program finish it.
+        changes it, and written while training goes on. With it goes the half of a split master that the parameter is:
+        weights changed by hand before that step would be saved as changed, so wait first. A next save waits for it, or
+        raises BusyStoreError (`if_busy="error"`). Its errors are raised by the next call of `step` or a save, by
+        `wait()` of what is returned, and by `wait_for_checkpoint()`; training goes on. `close()` and the end of the
+        program finish it. A disk that hangs for as long as `tiers.nvme.io.timeout` says ends it with an error.
 
         Raises CheckpointError for what cannot be stored or written, FailedStepError after a step that broke off.
         """

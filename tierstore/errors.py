@@ -136,7 +136,7 @@ class DamagedCheckpointError(CheckpointError, ValueError):
 
 
 class IncompleteCheckpointError(DamagedCheckpointError):
-    """A checkpoint was never finished: whoever wrote it was ended before."""
+    """A checkpoint was never finished, as whoever wrote it was ended before; or a part of it is gone."""
 
 
 class CheckpointValueError(CheckpointError, ValueError):

@@ -1,14 +1,16 @@
 """Says which folders hold swap files, what they lie on, and whether they will do; makes nothing in them.
 
-A folder that is memory or a network is warned of, one in which any user may rename files is refused, and a disk is
-never filled up.
+A folder that is memory or a network is warned of, one in which others may rename files is refused, and a disk is never
+filled up.
 """
 
 from __future__ import annotations
 
 import enum
 import errno
+import grp
 import os
+import pwd
 import stat
 import tempfile
 import warnings
@@ -40,7 +42,7 @@ def swap_folders(paths: Literal["auto"] | Sequence[Path], *, allows_shared: bool
     """Say which folders hold swap files: those given, or for `auto` $TIERSTORE_SWAP, or the temporary folder.
 
     Raises PolicyError when a folder appears twice, SwapError when `auto` finds only memory or a network, or for a
-    folder in which any user may rename and remove what others have made, unless the policy `allows_shared` ones.
+    folder in which others may rename and remove what this user has made, unless the policy `allows_shared` ones.
     """
     folders = _automatic() if paths == "auto" else [Path(path).expanduser() for path in paths]
     if not folders:
@@ -138,19 +140,56 @@ def _kind(filesystem: str) -> FolderKind:
 
 
 def _refuse_shared(folder: Path) -> None:
-    """Refuse a folder that is open to all users without the sticky bit; one that is not there is told of later."""
+    """Refuse a folder that others may rename files in; one that is not there is told of later."""
     try:
-        mode = os.stat(folder).st_mode
+        status = os.stat(folder)
     except OSError:
         return
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+    others = who_else_may_rename(status, os.geteuid())
+    if others:
         raise SwapError(
             errno.EPERM,
-            f"every user of this machine may rename and remove files in the swap folder {folder} (mode "
-            f"{stat.S_IMODE(mode):o}): chmod +t it, name another in tiers.nvme.paths, or, if all users here are to be "
-            f"trusted, set tiers.nvme.allow_shared_folder to true",
+            f"{others} may rename and remove files in the swap folder {folder} (owner {status.st_uid}, group "
+            f"{status.st_gid}, mode {stat.S_IMODE(status.st_mode):o}): make a folder of your own with mode 700, name "
+            f"it in tiers.nvme.paths, or, if they are to be trusted, set tiers.nvme.allow_shared_folder to true",
             str(folder),
         )
+
+
+def who_else_may_rename(status: os.stat_result, user: int) -> str:
+    """Say who, besides root and a `user`, may rename and remove what that user makes in a folder of such a status.
+
+    An empty text: nobody. A group that is root's, or the user's own and nobody else's, is nobody else.
+    """
+    mode = status.st_mode
+    if status.st_uid not in (0, user) and not _is_unknown_here(status.st_uid):
+        return f"user {status.st_uid}, who owns it,"
+    if mode & stat.S_ISVTX:
+        return ""
+    if mode & stat.S_IWOTH:
+        return "every user of this machine"
+    if mode & stat.S_IWGRP and status.st_gid != 0 and not _is_private_group(status.st_gid, user):
+        return f"every member of group {status.st_gid}"
+    return ""
+
+
+def _is_unknown_here(user: int) -> bool:
+    """Whether a number stands for all users who have none in this user namespace, as a container's host may have."""
+    try:
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        is_everybody_known = Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
+    except OSError:
+        return False
+    return user == overflow and not is_everybody_known
+
+
+def _is_private_group(group: int, user: int) -> bool:
+    """Whether it is the group that a user has for himself, as many systems make one, with 775 for what is made."""
+    try:
+        entry, named = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.pw_gid == group and named.gr_name == entry.pw_name and set(named.gr_mem) <= {entry.pw_name}
 
 
 def _look_at(folder: Path) -> int:

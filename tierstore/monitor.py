@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -54,8 +55,10 @@ class Monitor:
 
     def __init__(self, policy: TierPolicy, *, clock: Clock = time.monotonic) -> None:
         rank = _rank()
-        self._picture = None if policy.monitor is None else OutFile("monitor", policy.monitor, rank)
-        self._record = None if policy.record is None else _Recording(OutFile("record", policy.record, rank))
+        self._picture = None if policy.monitor is None else OutFile("monitor", policy.monitor, PICTURE_FORMAT, rank)
+        self._record = (
+            None if policy.record is None else _Recording(OutFile("record", policy.record, RECORD_FORMAT, rank))
+        )
         self._job = Job(socket.gethostname(), os.getpid(), rank, time.time())
         self._clock = clock
         self._began: float | None = None
@@ -177,12 +180,17 @@ class _Recording:
 
 
 class OutFile:
-    """A file that is replaced as a whole, again and again. `key` is the policy's; rank n > 0 puts `.n` in the name."""
+    """A file that is replaced as a whole, again and again, unless there is something else in it than `form` says.
 
-    def __init__(self, key: str, path: Path, rank: int = 0) -> None:
+    `key` is the policy's; rank n > 0 puts `.n` in the name.
+    """
+
+    def __init__(self, key: str, path: Path, form: str, rank: int = 0) -> None:
         named = path if rank == 0 else path.with_name(f"{path.stem}.{rank}{path.suffix}")
         self.path = Path(os.path.realpath(named))  # a link stays one
         self._key = key
+        self._form = form
+        self._is_ours = False
         self._has_warned = False
 
     def replace(self, text: str) -> None:
@@ -194,7 +202,7 @@ class OutFile:
                 self._has_warned = True
                 warnings.warn(
                     f"tierstore: {self._key}: {self.path} cannot be written ({error.strerror or error}); training goes "
-                    f"on without it: name a file in a folder that exists and is yours",
+                    f"on without it: name another file, in a folder that exists and is yours",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -202,6 +210,9 @@ class OutFile:
     def _replace(self, text: str) -> None:
         if self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode):
             raise OSError("it is there, and no ordinary file")
+        self._is_ours = self._is_ours or _may_be_replaced(self.path, self._form)
+        if not self._is_ours:
+            raise OSError(f"what is in it was not written for `{self._key}:` by any job, and is kept")
         made = self.path.with_name(f".{self.path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             with open(made, "x", encoding="utf-8", errors="replace") as file:
@@ -216,6 +227,17 @@ class OutFile:
 def monitor_of(policy: TierPolicy) -> Monitor | None:
     """The monitor that a policy asks for."""
     return Monitor(policy) if policy.monitor is not None or policy.record is not None else None
+
+
+def _may_be_replaced(path: Path, form: str) -> bool:
+    """Whether nothing is lost with a file: there is none, it is empty, or a job wrote it in some version of `form`."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(200)
+    except FileNotFoundError:
+        return True
+    kind = form.rpartition(" ")[0].encode()
+    return not head or re.match(rb'\s*\{\s*"format"\s*:\s*"' + kind + rb' \d+"', head) is not None
 
 
 def _json(content: dict[str, Any]) -> str:

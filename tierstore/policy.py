@@ -8,19 +8,16 @@ hashable and never changes, and `to_yaml()` writes a text that loads as an equal
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from tierstore.errors import PolicyError
+from tierstore.problems import keys_text, policy_error, problem
 from tierstore.units import (
     Auto,
     AutoSwitch,
@@ -75,7 +72,7 @@ class _Section(BaseModel):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise _policy_error(error, type(self), "policy") from error
+            raise policy_error(error, type(self), "policy") from error
 
     # pydantic's mark of its own constructor: nested sections skip this one, and their errors keep the whole path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -202,6 +199,8 @@ class TierPolicy(_Section):
         """
         name = _source_name(source)
         policy = source if isinstance(source, TierPolicy) else cls._validate(_settings(source, name), name)
+        if isinstance(source, str | os.PathLike):
+            _check_own_file(policy, name)
         return policy if tiers is None else policy._select(tiers, name)
 
     def to_yaml(self) -> str:
@@ -213,7 +212,7 @@ class TierPolicy(_Section):
         try:
             return cls.model_validate(settings)
         except ValidationError as error:
-            raise _policy_error(error, cls, name) from error
+            raise policy_error(error, cls, name) from error
 
     def _select(self, tiers: object, name: str) -> Self:
         selection = Tiers(**{tier: getattr(self.tiers, tier) for tier in _selected(tiers, self.tiers.names, name)})
@@ -223,7 +222,14 @@ class TierPolicy(_Section):
     def _check_order(self) -> Self:
         if self.update == "backward" and self.order == "alternating":
             allowed = "auto or fixed with update: backward, whose order is that in which gradients arrive"
-            raise ValidationError.from_exception_data("TierPolicy", [_problem(("order",), self.order, allowed)])
+            raise ValidationError.from_exception_data("TierPolicy", [problem(("order",), self.order, allowed)])
+        return self
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if self.monitor is not None and self.record is not None and _is_same_file(self.monitor, self.record):
+            allowed = "another file than that of monitor, as each is replaced as a whole"
+            raise ValidationError.from_exception_data("TierPolicy", [problem(("record",), self.record, allowed)])
         return self
 
     @model_validator(mode="after")
@@ -232,7 +238,7 @@ class TierPolicy(_Section):
         homeless = [(index, rule.tier) for index, rule in enumerate(self.placement) if rule.tier not in present]
         if homeless:
             allowed = f"a tier of this policy ({', '.join(present)})"
-            problems = [_problem(("placement", index, "tier"), tier, allowed) for index, tier in homeless]
+            problems = [problem(("placement", index, "tier"), tier, allowed) for index, tier in homeless]
             raise ValidationError.from_exception_data("TierPolicy", problems)
         return self
 
@@ -241,7 +247,7 @@ class TierPolicy(_Section):
 
 
 def _source_name(source: object) -> str:
-    return os.fsdecode(source) if isinstance(source, str | os.PathLike) else "policy"
+    return os.path.expanduser(os.fsdecode(source)) if isinstance(source, str | os.PathLike) else "policy"
 
 
 def _settings(source: object, name: str) -> object:
@@ -269,7 +275,7 @@ def _read_yaml(path: str) -> Mapping[Any, Any]:
         raise PolicyError(f"{path}: cannot be read as a YAML policy: {one_line(str(error))}") from error
     if not isinstance(settings, Mapping):
         found = "nothing, the file is empty" if settings is None else shown(settings)
-        raise PolicyError(f"{path}: found {found}; allowed: {_keys_text(TierPolicy)}")
+        raise PolicyError(f"{path}: found {found}; allowed: {keys_text(TierPolicy)}")
     return settings
 
 
@@ -292,6 +298,18 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 _SECTIONS: dict[str, Any] = {"tiers": {"gpu": {}, "cpu": {}, "nvme": {"io": {}}}, "placement": (), "state": {}}
+
+
+def _check_own_file(policy: TierPolicy, name: str) -> None:
+    """Refuse a policy that would be replaced by what a job says of itself."""
+    for key in ("monitor", "record"):
+        file = getattr(policy, key)
+        if file is not None and _is_same_file(file, name):
+            raise PolicyError(f"{name}: {key}: found {shown(file)}, this policy's own file; allowed: another one")
+
+
+def _is_same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _with_sections(settings: object, sections: Any = _SECTIONS) -> object:
@@ -318,65 +336,3 @@ def _selected(tiers: object, present: tuple[TierName, ...], name: str) -> tuple[
         if list(tiers).count(tier) > 1:
             raise PolicyError(f"{name}: tiers: found {shown(tier)} {list(tiers).count(tier)} times; allowed: once")
     return tuple(tier for tier in present if tier in tiers)
-
-
-# Errors: from pydantic's details to one line per problem.
-
-
-_MOST_PROBLEMS = 30
-"""That one error tells of."""
-
-
-def _policy_error(error: ValidationError, section: type[BaseModel], name: str) -> PolicyError:
-    lines = [f"{name}: {line}" for line in islice(_lines(error, section), _MOST_PROBLEMS)]
-    if error.error_count() > _MOST_PROBLEMS:
-        lines.append(f"{name}: and {error.error_count() - _MOST_PROBLEMS} more")
-    return PolicyError("\n".join(lines))
-
-
-def _lines(error: ValidationError, section: type[BaseModel]) -> Iterator[str]:
-    for detail in error.errors(include_url=False):
-        path = ".".join(_key_text(key) for key in detail["loc"])
-        yield f"{path}: {_text(detail, section)}" if path else _text(detail, section)
-
-
-def _text(detail: ErrorDetails, section: type[BaseModel]) -> str:
-    path, parent = detail["loc"], detail["loc"][:-1]
-    match detail["type"]:
-        case "extra_forbidden" | "invalid_key":
-            nearest = difflib.get_close_matches(str(path[-1]), _section_at(section, parent).model_fields, n=1)
-            hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
-            return f"unknown key{hint} allowed: {_keys_text(section, parent)}"
-        case "missing":
-            return f"missing; allowed: {_keys_text(section, path)}"
-        case "model_type":
-            return f"found {shown(detail['input'])}; allowed: {_keys_text(section, path)}"
-        case "value_error":
-            return str(detail["ctx"]["error"])
-        case _:
-            return detail["msg"]
-
-
-def _problem(path: tuple[str | int, ...], value: object, allowed: str) -> InitErrorDetails:
-    kind = PydanticCustomError(
-        "policy", "found {found}; allowed: {allowed}", {"found": shown(value), "allowed": allowed}
-    )
-    return InitErrorDetails(type=kind, loc=path, input=value)
-
-
-def _section_at(section: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
-    """Find the section that a path leads to, or for a single setting the section it is in."""
-    for key in path:
-        if isinstance(key, str):
-            annotation = section.model_fields[key].annotation
-            parts = (annotation, *get_args(annotation))
-            section = next((part for part in parts if isinstance(part, type(BaseModel))), section)
-    return section
-
-
-def _keys_text(section: type[BaseModel], path: tuple[str | int, ...] = ()) -> str:
-    return f"a mapping with the keys {', '.join(_section_at(section, path).model_fields)}"
-
-
-def _key_text(key: str | int) -> str:
-    return str(key) if re.fullmatch(r"[\w*-]{1,60}", str(key)) else shown(key)

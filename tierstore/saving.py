@@ -27,6 +27,7 @@ from tierstore.contents import Groups, encode_others, entry_of, names_of, write_
 from tierstore.cores import leaving_one_free
 from tierstore.errors import CheckpointValueError, ForkedStoreError
 from tierstore.members import Member, survey
+from tierstore.policy import IoSettings
 from tierstore.progress import Bar
 from tierstore.rules import Rule
 from tierstore.states import field_order
@@ -96,10 +97,14 @@ class Save:
         _unfinished.discard(self)
 
     def finish_capture(self) -> None:
-        """Copy all that is not copied yet; raises nothing."""
+        """Copy all that is not copied yet; raises nothing but KeyboardInterrupt, which then tells that it is lost."""
         capture, self._capture = self._capture, None
         if capture is not None:
-            capture.rest()
+            try:
+                capture.rest()
+            except BaseException:
+                self._is_told = True
+                raise
 
     def take_error(self) -> BaseException | None:
         """What went wrong, if that was not told yet."""
@@ -154,7 +159,10 @@ def begin(
         buffer_bytes = max(
             capture.buffer_bytes if capture is not None else 0, min(PART_BYTES, max(nbytes, LEAST_BYTES))
         )
-        behind = WriteBehind(writer, buffer_bytes=buffer_bytes, keep_last=keep_last)
+        timeout = _timeout_of(binding)
+        behind = WriteBehind(
+            writer, path=os.fspath(path), buffer_bytes=buffer_bytes, keep_last=keep_last, timeout_seconds=timeout
+        )
         undoing.pop_all()  # the writer is the thread's now
     save = Save(path, behind, capture, nbytes, alone)
     try:
@@ -185,6 +193,12 @@ def _entries(
         name = member.name if names is None else names[id(member.parameter)]
         found.append(entry_of(member, name, fields, counts.get(position)))
     return found
+
+
+def _timeout_of(binding: Binding | None) -> float:
+    """Seconds of silence after which a disk hangs: as the policy says, or by default, of its swap files' disks."""
+    nvme = None if binding is None else binding.policy.tiers.nvme
+    return (IoSettings() if nvme is None else nvme.io).timeout
 
 
 def _finish_all() -> None:

@@ -146,7 +146,8 @@ class Striping:
                 if not self._full[path]:
                     del self._full[path]
             for shift in plan_shifts([self._reserve(path) for path in range(len(self._paths))]):
-                self._move(shift)
+                if shift.to not in self._full:  # as the first of them may just have found
+                    self._move(shift)
             self._refused.clear()
 
     def _move(self, shift: Shift) -> None:

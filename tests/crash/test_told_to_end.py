@@ -26,11 +26,10 @@ PHASES = ("binding", "step", "checkpoint")
 STEPS = 4
 
 
-def cases(*always: str, crash: tuple[str, ...]) -> pytest.MarkDecorator:
-    """A few signals for some modes always; a dozen for these and others before a change lands; many when asked for."""
-    params = [(mode, 3) for mode in always]
-    params += [pytest.param(mode, 12, marks=pytest.mark.crash) for mode in (*always, *crash)]
-    params += [pytest.param(mode, 150, marks=pytest.mark.long) for mode in (*always, *crash)]
+def cases(*modes: str) -> pytest.MarkDecorator:
+    """A dozen signals in each mode before a change lands; many when asked for."""
+    params = [pytest.param(mode, 12, marks=pytest.mark.crash) for mode in modes]
+    params += [pytest.param(mode, 150, marks=pytest.mark.long) for mode in modes]
     return pytest.mark.parametrize(("mode", "times"), params)
 
 
@@ -38,17 +37,17 @@ class ToldToEnd(BaseException):
     """Raised by a handler; no Exception, as SystemExit and KeyboardInterrupt are none."""
 
 
-@cases("split in backward", crash=("step", "three tiers"))
+@cases("split in backward", "step", "three tiers")
 def test_ctrl_c_at_any_call_leaves_a_store_that_is_sound_and_can_be_closed(mode: str, times: int) -> None:
     assert set(call(interrupted, mode, times)) == set(PHASES)
 
 
-@cases("split", crash=("several paths",))
+@cases("split", "several paths")
 def test_a_handler_of_sigterm_can_save_and_close_at_any_call(mode: str, times: int) -> None:
     assert set(call(saved_by_handler, mode, times)) == {"step", "checkpoint"}
 
 
-@cases(crash=("backward", "step"))
+@cases("backward", "step")
 def test_a_handler_of_sigterm_that_only_notes_it_lets_an_iteration_end(mode: str, times: int) -> None:
     assert set(call(noted, mode, times)) == set(PHASES)
 

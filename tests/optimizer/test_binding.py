@@ -35,7 +35,7 @@ from tests.optimizer.cases import (
     train,
 )
 from tests.optimizer.test_parity import losses_of, make_model
-from tests.optimizer.test_results import run_alone
+from tests.processes import run_script
 from tierstore.build import Parts, plan_plant
 from tierstore.device import HostDevice
 from tierstore.errors import (
@@ -101,7 +101,7 @@ def test_the_constructor_reserves_nothing(tiers: str, tmp_path: Path, untouched:
 
 def test_the_constructor_of_an_optimizer_for_much_state_takes_no_memory(tmp_path: Path) -> None:
     """CASES 28: peers made all state in memory first, and were killed."""
-    printed = run_alone(
+    printed = run_script(
         """
         import torch
         from tierstore.optimizer import TieredAdamW
@@ -897,9 +897,9 @@ def test_a_process_that_forgets_its_optimizer_ends_and_leaves_nothing(ending: st
         """
     if "kill" in ending:
         with pytest.raises(AssertionError):
-            run_alone(script, tmp_path)
+            run_script(script, tmp_path, to_its_end=True)
     else:
-        run_alone(script, tmp_path)
+        run_script(script, tmp_path, to_its_end=True)
     assert list(tmp_path.iterdir()) == []
 
 

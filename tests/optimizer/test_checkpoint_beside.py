@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
-import textwrap
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,20 @@ from torch.nn import Parameter
 
 from tests.fakes import FaultyEngine, HeldWriters, honest_parts
 from tests.optimizer.beside import assert_same_values, cloned
-from tests.optimizer.cases import assert_same_parameters, seeded, set_gradients, small_policy, train
+from tests.optimizer.cases import KIB, assert_same_parameters, seeded, set_gradients, small_policy, train
 from tests.optimizer.settings import go_on, network
 from tests.optimizer.test_checkpoint import MODES, SHAPES, TIERS, Weighted, made
+from tests.processes import run_script
 from tierstore.build import Parts
-from tierstore.errors import BusyStoreError, CheckpointFileError, ForkedStoreError, NoCheckpointError, TransferError
-from tierstore.io.base import Kind
+from tierstore.errors import (
+    BusyStoreError,
+    CheckpointError,
+    CheckpointFileError,
+    ForkedStoreError,
+    NoCheckpointError,
+    TransferError,
+)
+from tierstore.io.base import Kind, Operation
 from tierstore.optimizer import TieredAdamW
 
 WRITERS = HeldWriters()
@@ -211,7 +217,7 @@ class TestBusy:
             train(optimizer, parameters, range(3))
             optimizer.save_checkpoint(Path({str(tmp_path)!r}) / "saved", wait=False)
         """
-        subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+        run_script(script, tmp_path, to_its_end=True)
         assert loaded_steps(tmp_path / "saved", tmp_path) == 3
 
     def test_a_fork_leaves_what_is_under_way_to_its_parent(self, tmp_path: Path) -> None:
@@ -282,6 +288,70 @@ class TestFaults:
         train(optimizer, parameters, range(2, 3))
         optimizer.save_checkpoint(tmp_path / "saved")
         assert loaded_steps(tmp_path / "saved", tmp_path) == 3
+
+    def test_a_disk_that_hangs_under_a_checkpoint_holds_no_step_up_for_longer_than_the_policy_says(
+        self, tmp_path: Path
+    ) -> None:
+        parameters, theirs = seeded(*SHAPES), seeded(*SHAPES)
+        (tmp_path / "swap").mkdir()
+        policy = small_policy(tmp_path / "swap", ["cpu", "nvme"], chunk=16 * KIB)
+        policy["tiers"]["nvme"]["io"] = {"timeout": "2s"}
+        optimizer = Held(parameters, lr=1e-2, policy=policy)
+        train(optimizer, parameters, range(1))
+        optimizer.save_checkpoint(tmp_path / "saved")
+        WRITERS.hold()
+        save = optimizer.save_checkpoint(tmp_path / "saved", wait=False)
+        train(optimizer, parameters, range(1, 2))  # more chunks than buffers, so that it waits for one
+        assert save.is_over
+        with pytest.raises(CheckpointFileError, match=r"nothing was written for 2 s.*/saved") as caught:
+            train(optimizer, parameters, range(2, 3))
+        assert caught.value.errno == errno.ETIMEDOUT
+        train(optimizer, parameters, range(2, 3))
+        train(torch.optim.AdamW(theirs, lr=1e-2, fused=True), theirs, range(3))
+        assert_same_parameters(parameters, theirs)
+        optimizer.store.check()
+        optimizer.close()  # while it hangs
+        assert loaded_steps(tmp_path / "saved", tmp_path) == 1
+
+    @pytest.mark.usefixtures("interruptible")
+    def test_a_second_ctrl_c_while_it_waits_is_told_once(self, tmp_path: Path) -> None:
+        class Interrupting(FaultyEngine):
+            signals = 0
+
+            def submit(self, operation: Operation) -> None:
+                if self.signals and operation.kind is Kind.READ:
+                    self.signals -= 1
+                    signal.raise_signal(signal.SIGINT)
+                super().submit(operation)
+
+        engine = Interrupting()
+
+        class Interrupted(TieredAdamW):
+            parts = Parts(open_engine=lambda *_, **__: engine)
+
+        parameters = seeded(*SHAPES)
+        optimizer = made(parameters, tmp_path, make=Interrupted)
+        train(optimizer, parameters, range(2))
+        optimizer.store.wait()
+        save = optimizer.save_checkpoint(tmp_path / "saved", wait=False)
+        engine.signals = 2
+        with pytest.raises(KeyboardInterrupt):
+            save.wait()
+        train(optimizer, parameters, range(2, 3))
+        with pytest.raises(CheckpointError, match=r"broken off before all was copied \(KeyboardInterrupt\)"):
+            save.wait()  # who asks again is told what became of it
+        with pytest.raises(NoCheckpointError):
+            optimizer.load_checkpoint(tmp_path / "saved")
+        optimizer.save_checkpoint(tmp_path / "saved")
+        assert loaded_steps(tmp_path / "saved", tmp_path) == 3
+
+
+@pytest.fixture
+def interruptible() -> Any:
+    """SIGINT as a user has it: a runner in the background may have left it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def loaded_steps(path: Path, folder: Path) -> float:

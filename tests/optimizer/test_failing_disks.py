@@ -18,7 +18,7 @@ from tests.optimizer.cases import KIB, MIB, assert_same_parameters, same_bits, s
 from tests.unit.conftest import small_disk
 from tierstore.build import Parts
 from tierstore.errors import DiskFullError, PartialStateWarning, TransferError
-from tierstore.io.base import Kind
+from tierstore.io.base import Kind, Operation
 from tierstore.optimizer import TieredAdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
@@ -140,9 +140,9 @@ def hog(folder: Path, leave: int = 0) -> Path:
 NEED = 8 * MIB
 
 
-def _optimizer(folder: Path) -> tuple[list[nn.Parameter], TieredAdamW]:
+def _optimizer(folder: Path, make: type[TieredAdamW] = TieredAdamW) -> tuple[list[nn.Parameter], TieredAdamW]:
     parameters = seeded((NEED // 8,))
-    return parameters, TieredAdamW(parameters, policy=small_policy(folder, chunk=256 * KIB))
+    return parameters, make(parameters, policy=small_policy(folder, chunk=256 * KIB))
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
@@ -184,4 +184,44 @@ def test_a_disk_filled_before_the_first_step_is_an_error_that_changes_nothing(sm
     train(optimizer, parameters, range(2))
     train(torch.optim.AdamW(theirs, fused=True), theirs, range(2))
     assert_same_parameters(parameters, theirs)
+    optimizer.close()
+
+
+class Filling(FaultyEngine):
+    """Somebody takes all that is left of a disk just before the nth read or write from now."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self.left = 0
+
+    def submit(self, operation: Operation) -> None:
+        self.left -= 1
+        if self.left == 0:
+            hog(self._folder)
+        super().submit(operation)
+
+
+@pytest.mark.parametrize(("filled", "nth"), [(0, 1), (0, 20), (1, 1), (1, 40)])
+def test_a_disk_that_is_filled_in_the_middle_of_a_step_costs_nothing(small_disk: Path, filled: int, nth: int) -> None:
+    """All blocks are reserved: before the first write, while some were written once, and later."""
+    engine = Filling(small_disk)
+    filling = type("OnFillingDisk", (TieredAdamW,), {"parts": Parts(open_engine=lambda *_, **__: engine)})
+    parameters, optimizer = _optimizer(small_disk, filling)
+    theirs = seeded((NEED // 8,))
+    reference = torch.optim.AdamW(theirs, fused=True)
+    for step in range(4):
+        engine.left = nth if step == filled else 0
+        train(optimizer, parameters, [step])
+        train(reference, theirs, [step])
+        assert_same_parameters(parameters, theirs, step)
+        optimizer.store.check()
+        assert (free_bytes(small_disk) < 256 * KIB) is (step >= filled)
+    stats = optimizer.store.stats()
+    assert stats.tiers["nvme"].quarantined_bytes == 0 and not stats.paths[str(small_disk)].is_shunned
+    with pytest.raises(DiskFullError):  # which would be mapped from a file there
+        optimizer.state_dict()
+    (small_disk / "hog").unlink()
+    found, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
+    assert all(same_bits(found[0][name], value) for name, value in wanted[0].items())
     optimizer.close()

@@ -18,7 +18,7 @@ from torch import nn
 from tests.fakes import CurveProbe
 from tierstore import TieredAdamW, TierPolicy
 from tierstore.build import Parts
-from tierstore.history import MOST_ROWS, MOST_SAMPLES, Interval
+from tierstore.history import MOST_ROWS, MOST_SAMPLES, PICTURE_FORMAT, RECORD_FORMAT, Interval
 from tierstore.monitor import Monitor, OutFile
 from tierstore.report.page import page
 from tierstore.seen import read_picture, read_record
@@ -117,7 +117,7 @@ def test_file_that_cannot_be_written_is_one_warning_and_training_untouched(tmp_p
 
 def test_file_is_replaced_as_a_whole_and_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "live.json")
-    out = OutFile("monitor", tmp_path / "link.json")
+    out = OutFile("monitor", tmp_path / "link.json", PICTURE_FORMAT)
     out.replace("one")
     with open(tmp_path / "live.json") as reading:
         out.replace("two")
@@ -126,8 +126,31 @@ def test_file_is_replaced_as_a_whole_and_a_link_stays_one(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("content", "is_kept"),
+    [
+        ("years of work", True),
+        (f'{{"format":"{RECORD_FORMAT}"}}', True),  # what `record: FILE` wrote is no picture of now
+        (f'{{\n  "format": "{PICTURE_FORMAT}"\n}}', False),
+        ('{"format":"tierstore monitor 77","from":"another version"}', False),
+        ("", False),
+    ],
+    ids=["a thesis", "a record", "a picture, reformatted", "a later picture", "nothing"],
+)
+def test_only_what_a_job_wrote_for_the_same_key_is_replaced(tmp_path: Path, content: str, is_kept: bool) -> None:
+    plain, target = weights_of(policy(tmp_path)), tmp_path / "live.json"
+    target.write_text(content)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        watched = weights_of(policy(tmp_path, monitor=str(target)))
+    texts = [str(one.message) for one in told]
+    assert [f"{target} cannot be written" in text and "name another file" in text for text in texts] == [True] * is_kept
+    assert (target.read_text() == content) is is_kept
+    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
+
+
 def test_each_rank_has_a_file_of_its_own(tmp_path: Path) -> None:
-    names = [OutFile("record", tmp_path / "run.json", rank).path.name for rank in range(3)]
+    names = [OutFile("record", tmp_path / "run.json", RECORD_FORMAT, rank).path.name for rank in range(3)]
     assert names == ["run.json", "run.1.json", "run.2.json"]
 
 

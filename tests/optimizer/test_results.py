@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +16,15 @@ from tests.optimizer.cases import (
     small_policy,
     train,
 )
+from tests.processes import run_script
 from tierstore.optimizer import TieredAdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
 
-def run_alone(code: str, folder: Path) -> str:
-    """Run Python code in a process of its own, with `folder` defined; return what it prints."""
-    script = f"folder = {str(folder)!r}\n" + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_state_beyond_the_grant_is_returned_as_mappings_of_an_unnamed_file(tmp_path: Path) -> None:
     """Invariant 6 and CASES 24: 48 MiB of state come out of a 1 MiB cpu tier, and are saved, in a few MiB of memory."""
-    printed = run_alone(
+    printed = run_script(
         """
         import os, torch
         from tierstore.optimizer import TieredAdamW
@@ -85,7 +75,7 @@ def test_results_take_no_second_cpu_tier_of_memory(tiers: dict[str, Any], tmp_pa
 
     96 MiB of state, saved whole or read field by field: with 1 GiB of cpu tier all of it would come on top.
     """
-    printed = run_alone(
+    printed = run_script(
         f"""
         import torch
         from tierstore.optimizer import TieredAdamW

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from numcodecs import zstd
 
+from tests import fuzzing
 from tests.unit.test_checkpoint import load, random_bits, save
 from tests.unit.test_checkpoint_extra import trained
 from tierstore.checkpoint import Entry, Reader, TorchFile, Writer
@@ -298,12 +299,13 @@ def mutate(chance: random.Random, content: bytes) -> bytes:
     return bytes(changed)
 
 
-def fuzz(tmp_path: Path, seed: int, count: int) -> dict[str, int]:
-    """Spoil a small checkpoint `count` times; every outcome is a typed error or the very same data."""
+def fuzz(tmp_path: Path, seed: int, tries: Iterable[int]) -> dict[str, int]:
+    """Spoil small checkpoints, one after the other; every outcome is a typed error or the very same data."""
     chance = random.Random(seed)
     outcomes = {"refused": 0, "unharmed": 0}
     tensors = [random_bits(300, torch.float32), random_bits(40, torch.bfloat16), random_bits(70_000, torch.float64)]
     extra = {"rng": torch.arange(100.0), "epoch": 3, "t": (1, 2.5)}
+    whole = {}
     for compression in ("none", "zstd"):
         path = tmp_path / compression
         with Writer(path, header={"lr": 1e-3}, compression=compression) as writer:  # type: ignore[arg-type]
@@ -313,13 +315,14 @@ def fuzz(tmp_path: Path, seed: int, count: int) -> dict[str, int]:
                 writer.write("params", number, "exp_avg", 0, values)
             writer.keep(extra)
             writer.commit()
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.parent.name != "params"]
-        for _ in range(count // 2):
-            file = path / "zarr.json" if chance.random() < 0.5 else chance.choice(files)
-            before = file.read_bytes()
-            file.write_bytes(mutate(chance, before))
-            outcomes[outcome(path, tensors, extra)] += 1
-            file.write_bytes(before)
+        whole[path] = [file for file in sorted(path.rglob("*")) if file.is_file() and file.parent.name != "params"]
+    for _ in tries:
+        path = chance.choice(list(whole))
+        file = path / "zarr.json" if chance.random() < 0.5 else chance.choice(whole[path])
+        before = file.read_bytes()
+        file.write_bytes(mutate(chance, before))
+        outcomes[outcome(path, tensors, extra)] += 1
+        file.write_bytes(before)
     return outcomes
 
 
@@ -342,13 +345,13 @@ def outcome(path: Path, tensors: list[torch.Tensor], extra: dict[str, Any]) -> s
     return "unharmed"
 
 
-def fuzz_torch_file(path: Path, seed: int, count: int) -> dict[str, int]:
+def fuzz_torch_file(path: Path, seed: int, tries: Iterable[int]) -> dict[str, int]:
     """Spoil a file of torch's: what comes is a typed error, or tensors of no more bytes than are stored."""
     chance = random.Random(seed)
     outcomes = {"refused": 0, "read": 0}
     trained(path, lambda model, optimizer: {"model": model, "optimizer": optimizer, "epoch": 3})
     before = path.read_bytes()
-    for _ in range(count):
+    for _ in tries:
         path.write_bytes(mutate(chance, before))
         try:
             with TorchFile(path) as source:
@@ -365,7 +368,7 @@ def fuzz_torch_file(path: Path, seed: int, count: int) -> dict[str, int]:
 
 
 def test_random_damage_to_a_file_of_torchs_is_a_typed_error_or_is_read(tmp_path: Path) -> None:
-    outcomes = fuzz_torch_file(tmp_path / "t.pt", seed=5, count=60)
+    outcomes = fuzz_torch_file(tmp_path / "t.pt", seed=5, tries=range(60))
     assert outcomes["refused"] > 30 and outcomes["read"] > 5
 
 
@@ -388,17 +391,26 @@ def test_hostile_state_in_a_file_of_torchs_is_refused(tmp_path: Path, content: A
 
 
 def test_random_damage_is_refused_or_does_no_harm(tmp_path: Path) -> None:
-    outcomes = fuzz(tmp_path, seed=5, count=150)
+    outcomes = fuzz(tmp_path, seed=5, tries=range(150))
     assert outcomes["refused"] > 40 and outcomes["unharmed"] > 10
 
 
-@pytest.mark.long
-def test_much_random_damage_is_refused_or_does_no_harm(tmp_path: Path) -> None:
-    seed = int(os.environ.get("TIERSTORE_FUZZ_SEED", "0"))
-    count = int(os.environ.get("TIERSTORE_FUZZ_COUNT", "20000"))
-    outcomes = fuzz(tmp_path, seed, count)
-    print(f"seed {seed}: {outcomes}, of torch's files {fuzz_torch_file(tmp_path / 't.pt', seed, count // 4)}")
-    assert outcomes["refused"] > count // 4
+@pytest.mark.fuzz
+def test_random_damage_is_refused_or_does_no_harm_for_a_fixed_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = fuzz(tmp_path, fuzzing.SEED, fuzzing.timed())
+    fuzzing.tell(capsys, "checkpoints", outcomes)
+    assert outcomes["refused"] > 100 and outcomes["unharmed"] > 20
+
+
+@pytest.mark.fuzz
+def test_random_damage_to_a_file_of_torchs_is_found_or_read_for_a_fixed_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = fuzz_torch_file(tmp_path / "t.pt", fuzzing.SEED, fuzzing.timed())
+    fuzzing.tell(capsys, "files of torch's", outcomes)
+    assert outcomes["refused"] > 100 and outcomes["read"] > 20
 
 
 def test_the_errors_are_of_one_family() -> None:

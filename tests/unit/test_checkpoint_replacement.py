@@ -14,8 +14,9 @@ import torch
 
 from tests.fakes import KILLED, EndingFiles, UnsyncedFiles
 from tests.unit.test_checkpoint import load, save
-from tierstore.checkpoint import Reader, Writer
+from tierstore.checkpoint import Reader, TorchFile, Writer
 from tierstore.checkpoint.files import Files
+from tierstore.checkpoint.opening import open_checkpoint
 from tierstore.errors import (
     CheckpointFileError,
     CheckpointValueError,
@@ -144,6 +145,37 @@ def test_two_writers_of_one_path_leave_each_other_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
+@pytest.mark.parametrize("opens", [lambda path: Writer(path, header={}), Reader, TorchFile])
+def test_an_empty_path_is_told_as_one(opens: Callable[[str], object]) -> None:
+    with pytest.raises(CheckpointValueError, match=r"path of a checkpoint is empty: name a folder"):
+        opens("")
+
+
+def test_a_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(Path("~/c"), OLD)
+    assert os.listdir(tmp_path) == ["c"]
+    with open_checkpoint("~/c") as found:
+        assert isinstance(found, Reader) and load(found).equal(OLD)
+    torch.save({"w": NEW}, tmp_path / "t.pt")
+    with open_checkpoint("~/t.pt") as found:
+        assert list(found.header["model"]["keys"]) == ["w"]
+
+
+def test_a_link_is_saved_through_whether_or_not_anything_is_there(tmp_path: Path) -> None:
+    """A link from a run's folder to a large disk: the checkpoint lies there, and the link stays one."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "newest").symlink_to("disk/c")
+    for values in (OLD, NEW):  # dangling, then with one there
+        save(tmp_path / "newest", values)
+        with Reader(tmp_path / "newest") as reader:
+            assert load(reader).equal(values)
+    assert (tmp_path / "newest").is_symlink() and os.listdir(tmp_path / "disk") == ["c"]
+    (tmp_path / "lost").symlink_to("nowhere/c")
+    with pytest.raises(CheckpointFileError, match=r"make the folder .*/nowhere first"):
+        save(tmp_path / "lost", OLD)
+
+
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis").write_text("years of work")
@@ -170,6 +202,46 @@ def test_only_the_oldest_beyond_keep_last_are_removed_and_only_checkpoints(tmp_p
     with Reader(tmp_path / "step-2"), Writer(tmp_path / "step-5", header={}) as writer:
         writer.commit(keep_last=1)
     assert sorted(os.listdir(tmp_path)) == ["notes", "step-2", "step-5"]
+
+
+@pytest.mark.parametrize(
+    ("names", "saved", "kept"),
+    [
+        (["gen-1", "disc-1", "gen-2", "disc-2"], "gen-3", ["disc-1", "disc-2", "gen-3"]),
+        (["rank0-step1", "rank1-step1"], "rank0-step2.zarr", ["rank0-step1", "rank0-step2.zarr", "rank1-step1"]),
+        (["rank0-step1", "rank1-step1"], "rank0-step20", ["rank0-step20", "rank1-step1"]),
+        (["best", "7", "10", "last"], "11", ["11", "best", "last"]),
+        (["step-1", "step-2"], "last", ["last", "step-1", "step-2"]),
+    ],
+)
+def test_only_names_that_differ_in_their_last_number_alone_are_of_one_series(
+    tmp_path: Path, names: list[str], saved: str, kept: list[str]
+) -> None:
+    """Two optimizers that save into one folder leave each other's checkpoints alone."""
+    for name in names:
+        save(tmp_path / name, OLD)
+    with Writer(tmp_path / saved, header={}) as writer:
+        writer.commit(keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == kept
+
+
+def test_what_is_removed_while_it_is_read_is_no_checkpoint_that_was_never_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a filesystem without flock pruning cannot see a reader: that ends with an error, and never starts afresh."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    save(tmp_path / "step-1", torch.ones(600_000))
+    with Reader(tmp_path / "step-1") as reader:
+        with Writer(tmp_path / "step-2", header={}) as writer:
+            writer.commit(keep_last=1)
+        assert os.listdir(tmp_path) == ["step-2"]
+        with pytest.raises(IncompleteCheckpointError, match=r"is missing: .* removed while it was read") as caught:
+            load(reader)
+    assert not isinstance(caught.value, NoCheckpointError)
 
 
 def test_a_writer_and_a_reader_that_are_forgotten_give_everything_back(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import errno
 import gc
 import mmap
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import PATIENCE_SECONDS, Clock, FaultyEngine, HangingEngine, Outcome
+from tests.processes import run_script
 from tierstore.errors import TransferError, TransferTimeoutError
 from tierstore.io import Engine, Kind, Operation
 from tierstore.io.aiofiles import AiofilesEngine
@@ -320,7 +319,7 @@ for number, make in enumerate((hanging_threads, hanging_libaio, hanging_aiofiles
     hanging = make()
     engine, engine.timeout_seconds, engine.clock = hanging.engine, 0.05, time.monotonic
     hanging.begin()
-    begin(engine, Kind.READ, os.open({path!r}, os.O_RDWR | os.O_CREAT), memory(bytes(11)))
+    begin(engine, Kind.READ, os.open(f"{folder}/file", os.O_RDWR | os.O_CREAT), memory(bytes(11)))
     hanging.wait_until_held()
     if number > 2:
         engine.close()
@@ -330,9 +329,7 @@ print("the end")
 
 def test_process_ends_in_silence_while_requests_hang_in_engines_closed_and_forgotten(tmp_path: Path) -> None:
     pytest.importorskip("libaio")
-    command = [sys.executable, "-c", EXIT.format(path=str(tmp_path / "file"))]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+    assert run_script(EXIT, tmp_path, to_its_end=True) == "the end\n"
 
 
 # --- workers that die

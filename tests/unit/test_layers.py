@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "nouns": ("errors", "arena", "layout", "stats", "trace", "rates", "forms", "pieces", "history"),
     "decide": (
         "units",
+        "problems",
         "policy",
         "residency",
         "placement",
@@ -197,3 +199,16 @@ def test_the_documented_layers_are_those_checked_here() -> None:
         documented = [word.removesuffix(".*") for word in line.split()[2:]]
         wanted = [name or "__init__" for name in names]
         assert documented[: len(wanted)] == wanted
+
+
+def test_every_module_is_owned_and_those_to_be_read_are_there() -> None:
+    """The table of owners has all of them; the README's list names none that is gone, each after what it builds on."""
+    root = Path(__file__).parents[2]
+    rows = re.findall(r"^\| (`.+?) \|", (root / "docs" / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    owned = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert {name for names in GROUPS.values() for name in names if name not in ("", "__main__")} <= owned
+    text = (root / "README.md").read_text().split("## Reading the code")[1].split("The words that matter")[0]
+    to_read = re.findall(r"`(\w+)`", text.split("Then what stands beside it")[0])
+    assert {*to_read, *re.findall(r"`(\w+)`", text)} <= owned
+    groups = [group_of(name)[0] for name in to_read]
+    assert groups == sorted(groups)

@@ -10,7 +10,7 @@ import pytest
 from tests.clockwork import Machine
 from tierstore.errors import SwapError
 from tierstore.paths import Path, PathLoad, Reserve, Shift, choose_path, plan_shifts, rates_of
-from tierstore.striping import PATIENCE
+from tierstore.striping import LOOKS_BEFORE_TRYING_AGAIN, PATIENCE
 
 CHUNKS, CPU = 96, 16
 
@@ -207,6 +207,21 @@ def test_room_that_a_disk_does_not_have_is_done_without() -> None:
     assert outcome.moved_per_second >= 0.95 * 10 * in_files / (in_files - 54)
     with pytest.raises(SwapError):
         store.nvme.grow_on(0, 1)
+
+
+def test_a_full_disk_is_asked_for_room_again_now_and_then_and_gets_it_once_there_is_some() -> None:
+    store = machine(Rates(30, 10), more=12)
+    store.nvme.most = {0: 54}
+    store.steps(4)
+    assert store.nvme.refusals == 1  # not again at each step
+    store.steps(LOOKS_BEFORE_TRYING_AGAIN)
+    assert store.nvme.refusals == 2
+    store.nvme.most.clear()
+    store.steps(LOOKS_BEFORE_TRYING_AGAIN + 8)
+    assert store.nvme.refusals == 2
+    outcome = store.steps(6)
+    assert outcome.reserved[0] > 60 and sum(outcome.reserved) == 108
+    assert outcome.moved_per_second >= 0.95 * 40
 
 
 def while_room_moves() -> Machine:

@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import re
-import time
 from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +18,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests import fuzzing
 from tierstore.errors import PolicyError
 from tierstore.policy import (
     TIER_NAMES,
@@ -428,6 +428,15 @@ def test_wrong_value_names_path_found_and_allowed(path, value, allowed):
             "tiers.nvme.io.que_depth: unknown key, did you mean 'queue_depth'?",
         ),
         (with_setting("chunksize", 1), "chunksize: unknown key, did you mean 'chunk_size'?"),
+        (with_setting("io", {"threads": 3}), "io: unknown key, did you mean tiers.nvme.io?"),
+        (with_setting("cpu", {}), "cpu: unknown key, did you mean tiers.cpu?"),
+        (with_setting("tier", {}), "tier: unknown key, did you mean 'tiers'?"),
+        (with_setting("tiers.update", "step"), "tiers.update: unknown key, did you mean update at the top?"),
+        (with_setting("tiers.cpu.direct", True), "tiers.cpu.direct: unknown key, did you mean tiers.nvme.io.direct?"),
+        (
+            with_setting("watermarks", {}),
+            "watermarks: unknown key, did you mean tiers.gpu.watermarks or tiers.cpu.watermarks?",
+        ),
         (with_setting("tiers.ssd", {}), "tiers.ssd: unknown key; allowed: a mapping with the keys gpu, cpu, nvme"),
         (with_setting("tiers.cpu", {1: 2}), "tiers.cpu.1: unknown key; allowed: a mapping with the keys capacity"),
         (with_setting("tiers.cpu", {"a\nb": 2}), r"tiers.cpu.'a\nb': unknown key"),
@@ -488,6 +497,52 @@ def test_misspelt_key_that_is_needed_is_both_missing_and_unknown():
     missing, unknown = str(caught.value).splitlines()
     assert missing.startswith("policy: placement.0.params: missing; allowed: a mapping with the keys params, tier")
     assert unknown.startswith("policy: placement.0.parms: unknown key, did you mean 'params'?")
+
+
+def keys_below(section, path=()):
+    """Every key of the schema, with the section it is in."""
+    for name, setting in section.items():
+        yield path, name
+        if isinstance(setting, dict):
+            yield from keys_below(setting, (*path, name))
+
+
+WHOLE = TierPolicy.load(
+    {"tiers": {name: {} for name in TIER_NAMES}, "monitor": "a", "record": "b", "state": {}}
+).model_dump(mode="json")
+
+
+@pytest.mark.parametrize(("path", "key"), [found for found in keys_below(WHOLE) if found[0]])
+def test_a_key_of_a_section_that_is_given_at_the_top_is_told_where_it_belongs(path, key):
+    with pytest.raises(PolicyError) as caught:
+        TierPolicy.load({**with_setting("order", "auto"), key: 1})
+    assert re.search(rf"did you mean .*\b{re.escape('.'.join((*path, key)))}\b.*\?", str(caught.value))
+
+
+@pytest.mark.parametrize("other", ["run.json", "./sub/../run.json", "link.json"])
+def test_one_file_for_monitor_and_record_is_refused(tmp_path, other):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.json").symlink_to("run.json")
+    settings = {"tiers": {"cpu": {}}, "monitor": tmp_path / "run.json", "record": tmp_path / other}
+    with pytest.raises(PolicyError, match=r"record: found .*; allowed: another file than that of monitor"):
+        TierPolicy.load(settings)
+    assert TierPolicy.load({**settings, "record": tmp_path / "other.json"})
+
+
+def test_a_policys_path_may_begin_at_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "policy.yaml").write_text("tiers: {cpu: {}}\nrecord: ~/run.json\n")
+    assert TierPolicy.load("~/policy.yaml").record == tmp_path / "run.json"
+    with pytest.raises(PolicyError, match=rf"{tmp_path}/none.yaml: cannot be read"):
+        TierPolicy.load("~/none.yaml")
+
+
+@pytest.mark.parametrize("key", ["monitor", "record"])
+def test_a_policy_never_names_its_own_file_as_one_to_be_replaced(tmp_path, key):
+    path = tmp_path / "policy.yaml"
+    path.write_text(f"tiers: {{cpu: {{}}}}\n{key}: {path}\n")
+    with pytest.raises(PolicyError, match=rf"policy.yaml: {key}: found .*, this policy's own file; allowed: another"):
+        TierPolicy.load(path)
 
 
 def test_every_problem_has_its_own_line():
@@ -750,24 +805,31 @@ def test_any_file_loads_or_raises_a_policy_error(tmp_path_factory, text):
     assert not problem or problem.startswith(f"{path}: ")
 
 
-FUZZ_SECONDS = 60.0
-
-
-@pytest.mark.long
-def test_a_minute_of_damaged_files_loads_or_raises_policy_errors(tmp_path):
-    """Every shipped policy, with bytes of it changed, cut out, repeated and put elsewhere."""
-    randomness, count = random.Random(5), 0
+def fuzz(folder, seed, tries):
+    """Load the shipped policies, with bytes of them changed, cut out, repeated and put elsewhere."""
+    randomness, outcomes = random.Random(seed), {"refused": 0, "loaded": 0}
     sources = [file.read_bytes() for file in sorted(CONFIGS.glob("*.yaml"))]
-    ends = time.monotonic() + FUZZ_SECONDS
-    while time.monotonic() < ends:
+    for _ in tries:
         text = bytearray(randomness.choice(sources))
         for _ in range(randomness.randint(1, 8)):
             damage(text, randomness)
-        path = write(tmp_path, bytes(text))
+        path = write(folder, bytes(text))
         problem = problem_of(path)
         assert not problem or problem.startswith(f"{path}: ")
-        count += 1
-    print(f"{count} files tried")
+        outcomes["refused" if problem else "loaded"] += 1
+    return outcomes
+
+
+def test_damaged_files_load_or_raise_policy_errors(tmp_path):
+    outcomes = fuzz(tmp_path, 5, range(30))
+    assert min(outcomes.values()) > 2
+
+
+@pytest.mark.fuzz
+def test_damaged_files_load_or_raise_policy_errors_for_a_fixed_time(tmp_path, capsys):
+    outcomes = fuzz(tmp_path, fuzzing.SEED, fuzzing.timed())
+    fuzzing.tell(capsys, "policies", outcomes)
+    assert sum(outcomes.values()) > 100
 
 
 def damage(text, randomness):

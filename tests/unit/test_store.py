@@ -7,8 +7,6 @@ import errno
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import processes
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine
+from tests.processes import Child, barrier, run_script
 from tierstore.build import Parts
 from tierstore.errors import (
     CapacityError,
@@ -510,80 +510,74 @@ def test_two_stores_in_one_folder_do_not_meet(tmp_path: Path) -> None:
 
 # -- other processes --------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import gc, os, sys, threading
-import torch
-from tierstore.retries import RETRIES
-from tierstore.tensors import TieredStore
 
-CHUNK = 16 << 10
-nvme = {"capacity": 16 * CHUNK, "paths": [sys.argv[1]]}
-store = TieredStore({"chunk_size": CHUNK, "tiers": {"cpu": {"capacity": 4 * CHUNK}, "nvme": nvme}})
-base = int(sys.argv[2])
-
-def value(number):
-    return torch.full((CHUNK,), base + number, dtype=torch.uint8)
-
-for number in range(9):
-    store.put(f"{number}", value(number))
-"""
+def filled(folder: Path, base: int = 0) -> TieredStore:
+    store = TieredStore(policy(folder))
+    for number in range(9):
+        store.put(f"{number}", value_of(base + number))
+    return store
 
 
-def run(script: str, folder: Path, base: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SCRIPT + script, str(folder), str(base)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def fill_and_look(folder: Path, base: int, both: Any) -> None:
+    with filled(folder, base) as store:
+        both.wait()
+        for number in range(9):
+            assert torch.equal(store.get(f"{number}"), value_of(base + number))
+        store.check()
 
 
 def test_two_processes_in_one_folder_do_not_meet(tmp_path: Path) -> None:
-    script = """
-print("full", flush=True)
-input()
-for number in range(9):
-    assert torch.equal(store.get(f"{number}"), value(number))
-store.check()
-store.close()
-print("same")
-"""
-    processes = [run(script, tmp_path, base) for base in (0, 100)]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "full\n"
-    for process in processes:
-        assert process.communicate("\n", timeout=PATIENCE_SECONDS)[0] == "same\n"
-        assert process.returncode == 0
+    both = barrier(2)
+    with Child(fill_and_look, tmp_path, 0, both) as one, Child(fill_and_look, tmp_path, 100, both) as other:
+        one.result()
+        other.result()
+
+
+def fill_and_stay(folder: Path, both: Any) -> None:
+    store = filled(folder)
+    store.check()
+    both.wait()
+    signal.pause()
 
 
 def test_nothing_is_left_after_a_process_was_killed(tmp_path: Path) -> None:
-    process = run('print(store.where("0"), flush=True); input()', tmp_path)
-    assert process.stdout is not None
-    assert "cpu" in (line := process.stdout.readline()) or "nvme" in line
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == -signal.SIGKILL
+    both = barrier(2)
+    with Child(fill_and_stay, tmp_path, both) as child:
+        both.wait()
+        child.send(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
+
+
+def forget(folder: Path) -> tuple[int, int]:
+    """Forget a store; return how many threads there are then, and how many descriptors fewer."""
+    store = filled(folder)
+    gc.collect()
+    gc.disable()
+    store.put("large", torch.ones(5 * CHUNK, dtype=torch.uint8))
+    with store.lease("large") as tensor:
+        tensor.zero_()
+    del tensor
+    store.evict(["large"])
+    before = len(os.listdir("/proc/self/fd"))
+    del store
+    return threading.active_count(), before - len(os.listdir("/proc/self/fd"))
 
 
 def test_a_forgotten_store_takes_its_threads_and_files_along(tmp_path: Path) -> None:
     """Without the collector's help: nothing in a store is in a cycle with it."""
-    script = """
-gc.collect()
-gc.disable()
-store.put("large", torch.ones(5 * CHUNK, dtype=torch.uint8))
-with store.lease("large") as tensor:
-    tensor.zero_()
-del tensor
-store.evict(["large"])
-before = len(os.listdir("/proc/self/fd"))
-del store
-print(threading.active_count(), before - len(os.listdir("/proc/self/fd")))
-"""
-    assert run(script, tmp_path).communicate(timeout=PATIENCE_SECONDS)[0] == "1 1\n"
+    assert processes.call(forget, tmp_path) == (1, 1)
 
 
 def test_a_store_forgotten_at_exit_is_no_error(tmp_path: Path) -> None:
-    process = run('store.evict(store.names()); print("done")', tmp_path)
-    assert process.communicate(timeout=PATIENCE_SECONDS)[0] == "done\n"
-    assert process.returncode == 0
+    script = """
+        from pathlib import Path
+        from tests.unit.test_store import filled
+        store = filled(Path(folder))
+        store.evict(store.names())
+        print("done")
+        """
+    assert run_script(script, tmp_path, to_its_end=True) == "done\n"
 
 
 # -- engines ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ import pytest
 from tests.unit.conftest import mounted
 from tierstore import TieredStore, folders, swapfile
 from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
-from tierstore.folders import FolderKind, describe_folder, disk_margin, swap_folders
+from tierstore.folders import FolderKind, describe_folder, disk_margin, swap_folders, who_else_may_rename
 from tierstore.swapfile import SwapFile
 
 MIB = 1 << 20
@@ -431,12 +432,80 @@ def test_folder_in_which_any_user_may_rename_files_is_refused(
         monkeypatch.setenv("TIERSTORE_SWAP", str(folder))
         paths = "auto"
     with pytest.raises(
-        SwapError, match=rf"mode {mode:o}\): chmod \+t it, .* set tiers\.nvme\.allow_shared_folder to true"
+        SwapError, match=rf"every user .*mode {mode:o}\).* set tiers\.nvme\.allow_shared_folder to true"
     ):
         swap_folders(paths)
     assert swap_folders(paths, allows_shared=True)
     folder.chmod(mode | stat.S_ISVTX)
     assert swap_folders(paths)
+
+
+USER, PRIVATE, GROUP, OTHER = 1000, 1000, 100, 1001
+
+
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "who"),
+    [
+        (0, 0, 0o1777, ""),  # the temporary folder
+        (0, 0, 0o755, ""),
+        (0, 0, 0o775, ""),  # root's group is root's: folders of containers with arbitrary users
+        (0, GROUP, 0o775, "every member of group 100"),
+        (0, GROUP, 0o1775, ""),
+        (0, 0, 0o777, "every user of this machine"),
+        (USER, PRIVATE, 0o700, ""),
+        (USER, PRIVATE, 0o775, ""),  # what a umask of 002 makes
+        (USER, GROUP, 0o750, ""),
+        (USER, GROUP, 0o770, "every member of group 100"),
+        (USER, OTHER, 0o770, "every member of group 1001"),
+        (USER, PRIVATE, 0o772, "every user of this machine"),
+        (OTHER, PRIVATE, 0o700, "user 1001, who owns it,"),
+        (OTHER, PRIVATE, 0o1777, "user 1001, who owns it,"),  # the sticky bit does not bind the owner
+    ],
+)
+def test_those_who_may_rename_files_in_a_folder_are_named(
+    monkeypatch: pytest.MonkeyPatch, owner: int, group: int, mode: int, who: str
+) -> None:
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name=f"name{uid}", pw_gid=uid))
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=f"name{gid}", gr_mem=[]))
+    status = os.stat_result((stat.S_IFDIR | mode, 1, 1, 2, owner, group, 0, 0, 0, 0))
+    assert who_else_may_rename(status, USER) == who
+
+
+@pytest.mark.parametrize("members", [["name1000"], ["name1000", "name1001"]])
+def test_a_group_of_the_users_own_is_one_that_nobody_else_is_in(
+    monkeypatch: pytest.MonkeyPatch, members: list[str]
+) -> None:
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name="name1000", pw_gid=PRIVATE))
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name="name1000", gr_mem=members))
+    status = os.stat_result((stat.S_IFDIR | 0o775, 1, 1, 2, USER, PRIVATE, 0, 0, 0, 0))
+    assert bool(who_else_may_rename(status, USER)) == (len(members) > 1)
+
+
+@pytest.mark.parametrize(("mapping", "is_refused"), [("0 0 4294967295", True), ("0 1000 1", False)])
+def test_an_owner_without_a_number_in_this_container_is_no_known_stranger(
+    monkeypatch: pytest.MonkeyPatch, mapping: str, is_refused: bool
+) -> None:
+    """A folder that the host's user gave a container belongs to nobody there, unless all users have numbers there."""
+    files = {"/proc/sys/kernel/overflowuid": "65534\n", "/proc/self/uid_map": f"  {mapping}\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self: files[str(self)])
+    status = os.stat_result((stat.S_IFDIR | 0o700, 1, 1, 2, 65534, 65534, 0, 0, 0, 0))
+    assert bool(who_else_may_rename(status, USER)) is is_refused
+
+
+def test_a_folder_of_another_user_is_refused_unless_the_policy_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns a folder may rename what is in it: root, too, is asked whether that is meant."""
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o755)
+    if os.geteuid() == 0:
+        os.chown(folder, OTHER, OTHER)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(SwapError, match=r"user \d+, who owns it, may rename .*allow_shared_folder to true") as caught:
+        swap_folders([folder])
+    assert caught.value.errno == errno.EPERM and caught.value.filename == str(folder)
+    assert swap_folders([folder], allows_shared=True) == [folder]
 
 
 @pytest.mark.parametrize("allows", [False, True])

@@ -17,7 +17,7 @@ from torch import Tensor
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, node_name, to_attributes
 from tierstore.checkpoint.examine import Source, Tell, parts, shaped
 from tierstore.checkpoint.extra import decode
-from tierstore.checkpoint.files import Files, told
+from tierstore.checkpoint.files import Files, resolved, told
 from tierstore.checkpoint.geometry import Compression
 from tierstore.checkpoint.kinds import dtype_name
 from tierstore.checkpoint.writer import Writer
@@ -48,7 +48,7 @@ def to_torch(source: Source, target: str | os.PathLike[str], *, tell: Tell) -> N
 
     A checkpoint of one of them alone, without anything kept beside it, becomes that state dict itself.
     """
-    path = os.path.realpath(target)
+    path = resolved(target)
     if os.path.lexists(path):  # which may be anything
         raise CheckpointValueError(f"{path} exists: name a new file, or remove it")
     results = Results(GRANTED_BYTES, Path(path).parent)
@@ -69,7 +69,7 @@ def to_arrays(source: Source, target: str | os.PathLike[str], *, tell: Tell) -> 
     """
     import zarr
 
-    path = os.path.realpath(target)
+    path = resolved(target)
     if os.path.lexists(path):
         raise CheckpointValueError(f"{path} exists: name a new folder")
     with told(path, "the folder cannot be made", makes=True):

@@ -7,11 +7,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tierstore.checkpoint.compare import differing
 from tierstore.checkpoint.documents import METADATA, load
 from tierstore.checkpoint.entries import SECTIONS, Entry, node_name
 from tierstore.checkpoint.extra import encode
@@ -93,8 +93,12 @@ def problems(path: str | os.PathLike[str], tell: Tell) -> Iterator[str]:
 
 def differences(one: Source, other: Source, tell: Tell) -> Iterator[Difference]:
     """Say in what two checkpoints differ: entries by name where all have one of their own, else by number."""
-    yield from _in_json("header", one.header, other.header)
-    yield from _in_json("extra", *(encode(source.extra(), _digest) for source in (one, other)))
+    headers = [dict(source.header) for source in (one, other)]
+    if any(header.get("algorithm") == "unknown" for header in headers):  # a file of torch's does not say
+        headers = [{key: value for key, value in header.items() if key != "algorithm"} for header in headers]
+    extras = [encode(_extra_of(source), _digest) for source in (one, other)]
+    for found in (*differing("header", *headers), *differing("extra", *extras)):
+        yield Difference(*found)
     for section in ("params", "model"):
         left, right = _keyed(one.entries(section), other.entries(section))
         for key in left.keys() - right.keys():
@@ -122,6 +126,12 @@ def shaped(source: Source, section: str, number: int, field: str, into: Tensor |
     flat = torch.empty(entry.numel, dtype=entry.fields[field]) if into is None else into
     source.read(section, number, field, 0, flat)
     return flat.as_strided(entry.shape, entry.stride)
+
+
+def _extra_of(source: Source) -> object:
+    """What was kept beside; nothing is nothing, as None or as an empty dict."""
+    extra = source.extra()
+    return None if isinstance(extra, dict) and not extra else extra
 
 
 def _exact(values: Tensor) -> Tensor:
@@ -170,20 +180,6 @@ def _keyed(*sides: Mapping[int, Entry]) -> list[dict[str, int]]:
     if all(len(names) == len(side) for names, side in zip(named, sides, strict=True)):
         return named
     return [{str(number): number for number in side} for side in sides]
-
-
-def _in_json(place: str, one: Any, other: Any) -> Iterator[Difference]:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in {**one, **other}:
-            if key in one and key in other:
-                yield from _in_json(f"{place}.{key}", one[key], other[key])
-            else:
-                yield Difference(f"{place}.{key}", f"only in the {'first' if key in one else 'second'}")
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            yield from _in_json(f"{place}[{number}]", left, right)
-    elif type(one) is not type(other) or one != other:
-        yield Difference(place, f"{str(one)[:60]} and {str(other)[:60]}")
 
 
 def _in_entries(

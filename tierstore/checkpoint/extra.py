@@ -39,10 +39,15 @@ Fetch = Callable[[int], Tensor]
 """Reads the tensor of that number."""
 
 
-def encode(value: object, keep: Keep, where: str = "extra", depth: int = 0) -> Json:
-    """Turn a value into JSON; what is large goes to `keep`. Raises CheckpointValueError, with the key's path."""
-    if depth > MOST_DEPTH:
-        raise CheckpointValueError(f"{where[:200]}: nested more than {MOST_DEPTH} deep, or in itself")
+def encode(value: object, keep: Keep, where: str = "extra", within: tuple[object, ...] = ()) -> Json:
+    """Turn a value, which lies `within` others, into JSON; what is large goes to `keep`.
+
+    Raises CheckpointValueError, with the key's path.
+    """
+    if any(value is outer for outer in within):
+        raise CheckpointValueError(f"{where[:200]} is one of the lists and dicts that it lies in: that is not stored")
+    if len(within) > MOST_DEPTH:
+        raise CheckpointValueError(f"{where[:100]}…: nested more than {MOST_DEPTH} deep")
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -60,11 +65,11 @@ def encode(value: object, keep: Keep, where: str = "extra", depth: int = 0) -> J
         return _encode_numpy(value, keep, where)
     if kind in (list, tuple, torch.Size):
         assert isinstance(value, list | tuple)
-        items = [encode(item, keep, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
+        items = [encode(item, keep, f"{where}[{place}]", (*within, value)) for place, item in enumerate(value)]
         return items if kind is list else {"$tuple" if kind is tuple else "$size": items}
     if kind in (dict, OrderedDict):
         assert isinstance(value, dict)
-        return _encode_dict(value, keep, where, depth)
+        return _encode_dict(value, keep, where, (*within, value))
     raise CheckpointValueError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which is not stored: a checkpoint holds None, bool, int, "
         f"float, str, bytes, lists, tuples, dicts, tensors and numpy arrays of numbers"
@@ -92,16 +97,16 @@ def decode(tree: Json, fetch: Fetch, where: str = "extra", depth: int = 0) -> An
         raise DamagedCheckpointError(f"{where}: {tag} holds what it cannot ({str(error)[:200]})") from error
 
 
-def _encode_dict(value: dict[Any, Any], keep: Keep, where: str, depth: int) -> Json:
+def _encode_dict(value: dict[Any, Any], keep: Keep, where: str, within: tuple[object, ...]) -> Json:
     is_plain = type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value)
     if is_plain:
-        return {key: encode(item, keep, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+        return {key: encode(item, keep, f"{where}[{key!r}]", within) for key, item in value.items()}
     pairs = []
     for key, item in value.items():
         if not isinstance(key, str | int | float | bool | bytes | tuple | None):
             raise CheckpointValueError(f"{where} has a key {key!r}; keys are stored if they are plain values")
         name = f"{where}[{key!r}]"
-        pairs.append([encode(key, keep, name, depth + 1), encode(item, keep, name, depth + 1)])
+        pairs.append([encode(key, keep, name, within), encode(item, keep, name, within)])
     return {"$dict" if type(value) is dict else "$ordered": pairs}
 
 

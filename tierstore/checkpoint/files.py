@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from tierstore.errors import CheckpointFileError, NoCheckpointError
+from tierstore.errors import CheckpointFileError, CheckpointValueError, NoCheckpointError
 
 _EXCHANGE = 2
 _AT_FDCWD = -100
@@ -46,6 +46,17 @@ def told(path: str, what: str, *, makes: bool = False) -> Iterator[None]:
             reason += f" (make the folder {os.path.dirname(path)} first)"
         kind = NoCheckpointError if code == errno.ENOENT and not makes else CheckpointFileError
         raise kind(code, reason, path) from error
+
+
+def resolved(path: str | os.PathLike[str]) -> str:
+    """The absolute path that a caller means: `~` is the home folder, a link is what it points to, there or not yet.
+
+    Raises CheckpointValueError for an empty one.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise CheckpointValueError("the path of a checkpoint is empty: name a folder, such as checkpoints/step-1000")
+    return os.path.realpath(os.path.expanduser(text))
 
 
 class Files:

@@ -24,7 +24,7 @@ from tierstore.checkpoint import extra
 from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
-from tierstore.checkpoint.files import Files
+from tierstore.checkpoint.files import Files, resolved
 from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES
 from tierstore.checkpoint.replacement import recover, unfinished_beside
 from tierstore.checkpoint.root import MOST_METADATA_BYTES, parse_root
@@ -49,7 +49,7 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.realpath(path)
+        self.path = resolved(path)
         self.tree = _open(self.path)
         self._blocks: Blocks | None = None
         self._indexes: OrderedDict[tuple[str, int], npt.NDArray[np.uint64]] = OrderedDict()
@@ -237,12 +237,7 @@ class Reader:
         geometry = array.geometry
         for shard in range(geometry.shards):
             file = f"{name}/{array.file_of(shard)}"
-            try:
-                size = self.tree.size(file)
-            except NoCheckpointError as error:
-                raise IncompleteCheckpointError(
-                    f"{self.path}/{file} is missing: the checkpoint is not complete"
-                ) from error
+            size = self.tree.size(file)
             each = geometry.block_bytes if geometry.compression == "none" else 1
             least = geometry.index_bytes + geometry.blocks_in(shard) * each
             if size < least:

@@ -24,6 +24,7 @@ from tierstore.errors import CheckpointFileError, CheckpointValueError, NoCheckp
 
 _ASIDE = ".old"
 _LEFT = re.compile(r"\.(?P<name>.+)\.tierstore-[0-9a-f]{16}(?P<aside>\.old)?", re.DOTALL)
+_NUMBERED = re.compile(r"(?P<before>.*?)[0-9]+(?P<after>[^0-9]*)", re.DOTALL)
 
 _log = logging.getLogger("tierstore.checkpoint")
 
@@ -200,21 +201,33 @@ def remove_unused(path: str, files: Files) -> bool:
 
 
 def prune(target: str, keep_last: int, files: Files) -> list[str]:
-    """Remove the oldest complete checkpoints in the folder of `target` beyond `keep_last`, never that one itself.
+    """Remove the oldest complete checkpoints of the series of `target` beyond `keep_last`, never that one itself.
 
-    Returns the paths of those removed. One that is being read stays.
+    Returns the paths of those removed. One that is being read stays, where the filesystem has locks of folders.
     """
-    parent = os.path.dirname(target)
+    parent, own_name = os.path.split(target)
     with told(parent, "the folder cannot be listed"):
         names = os.listdir(parent)
     others = []
     for name in names:
         path = os.path.join(parent, name)
-        is_other = path != target and not _LEFT.fullmatch(name) and not os.path.islink(path) and os.path.isdir(path)
+        is_other = (
+            path != target
+            and series_of(name) == series_of(own_name)
+            and not _LEFT.fullmatch(name)
+            and not os.path.islink(path)
+            and os.path.isdir(path)
+        )
         if is_other and (root := find_root(path)) is not None:
             others.append((root.saved_at, path))
     removed = [path for _, path in sorted(others, reverse=True)[max(keep_last - 1, 0) :]]
     return [path for path in removed if _put_out_of_use(path, files)]
+
+
+def series_of(name: str) -> tuple[str, str]:
+    """What the names of one run's checkpoints have in common: all but their last number."""
+    match = _NUMBERED.fullmatch(name)
+    return (name, "") if match is None else (match["before"], "#" + match["after"])
 
 
 def unfinished_beside(target: str) -> Sequence[str]:

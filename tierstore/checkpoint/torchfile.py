@@ -6,6 +6,7 @@ Loaded with `weights_only=True`, so that nothing in it is run, and mapped, so th
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tierstore.checkpoint.entries import VALUES, Entry, Json, check_entry
 from tierstore.checkpoint.extra import encode
-from tierstore.checkpoint.files import told
+from tierstore.checkpoint.files import resolved, told
 from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError
 from tierstore.layout import in_storage_order_of, is_dense
 
@@ -37,9 +38,10 @@ class TorchFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.realpath(path)
+        self.path = resolved(path)
         content = _load(self.path)
-        states, weights, self._others = _sort(self.path, content)
+        states, weights, others = _sort(self.path, content)
+        self._others = others["extra"] if list(others) == ["extra"] else others or None  # as `convert` writes it
         self._tensors: dict[tuple[str, int, str], Tensor] = {}
         self._entries: dict[str, dict[int, Entry]] = {"params": {}, "model": {}}
         self._header: dict[str, Any] = {}
@@ -79,7 +81,7 @@ class TorchFile:
         into.copy_(in_storage_order_of(like, tensor)[start : start + len(into)])
 
     def extra(self) -> Any:
-        """What else is in the file, beside the optimizer's and the model's part."""
+        """What else is in the file, beside the optimizer's and the model's part; of that, `extra` if it is all."""
         return self._others
 
     def close(self) -> None:
@@ -158,7 +160,7 @@ def first_damaged(path: str) -> str | None:
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
     """Whether something is a file, as torch's checkpoints are, and not a folder."""
-    return os.path.isfile(path)
+    return os.path.isfile(resolved(path))
 
 
 def _load(path: str) -> Any:
@@ -168,10 +170,17 @@ def _load(path: str) -> Any:
     except CheckpointFileError:
         raise
     except Exception as error:  # whatever torch's unpickler stumbles over
-        raise DamagedCheckpointError(
-            f"{path} is not a file that torch.save wrote in its present format, or holds more than tensors and plain "
-            f"values: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}"
-        ) from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {_why(path, str(error))}") from error
+
+
+def _why(path: str, text: str) -> str:
+    """What is wrong with a file, without torch's advice, which is for others: here nothing is run, ever."""
+    if not zipfile.is_zipfile(path):
+        return "it is no file that torch.save wrote (a zip archive, since torch 1.6), or it is cut off"
+    if (found := re.search(r"GLOBAL (\S+)", text)) is not None:
+        return f"it holds a {found[1][:100]}, and only tensors and plain values are read: save it without"
+    found = re.search(r"WeightsUnpickler error: (.+)", text)
+    return f"it is damaged, or holds more than tensors and plain values: {(found[1] if found else text)[:200]}"
 
 
 def _sort(path: str, content: Any) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None, dict[Any, Any]]:

@@ -4,20 +4,24 @@ they mean the same when the checkpoint is replaced. No symbolic link inside is f
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any
 
 from tierstore.checkpoint.blocks import Buffer
 from tierstore.checkpoint.files import told
 from tierstore.checkpoint.geometry import PAGE_BYTES
 from tierstore.checkpoint.replacement import hold
-from tierstore.errors import DamagedCheckpointError
+from tierstore.errors import DamagedCheckpointError, IncompleteCheckpointError, NoCheckpointError
 
 
 class Tree:
-    """An open folder. Raises CheckpointFileError for what cannot be read, DamagedCheckpointError for links."""
+    """An open folder. Raises CheckpointFileError for what cannot be read, DamagedCheckpointError for links, and
+    IncompleteCheckpointError for what is not there, or was removed meanwhile.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -46,7 +50,7 @@ class Tree:
     def folders(self, name: str) -> list[str]:
         """The folders in a folder, in order."""
         self._check_folder(name)
-        with told(f"{self.path}/{name}", "the folder cannot be listed"):
+        with self._told(name, "the folder cannot be listed"):
             fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._lock.fd)
             try:
                 with os.scandir(fd) as entries:
@@ -75,7 +79,7 @@ class Tree:
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         """Read a part of a file."""
-        with told(f"{self.path}/{name}", "the file cannot be read"):
+        with self._told(name, "the file cannot be read"):
             fd = self._open(name, 0)
             try:
                 content = os.pread(fd, nbytes, offset)
@@ -91,7 +95,7 @@ class Tree:
         """Read a part of a file into a page-aligned buffer with two pages to spare; return where it lies there."""
         begin = offset // PAGE_BYTES * PAGE_BYTES
         length = -(-(offset + nbytes - begin) // PAGE_BYTES) * PAGE_BYTES
-        with told(f"{self.path}/{name}", "the file cannot be read"):
+        with self._told(name, "the file cannot be read"):
             try:
                 found = self._fill(name, begin, buffer[:length], offset - begin + nbytes)
             except OSError as error:
@@ -102,6 +106,17 @@ class Tree:
         if found < offset - begin + nbytes:
             raise DamagedCheckpointError(f"{self.path}/{name} ended after {begin + found:,} bytes")
         return buffer[offset - begin : offset - begin + nbytes]
+
+    @contextlib.contextmanager
+    def _told(self, name: str, what: str) -> Iterator[None]:
+        """As `told`, but the checkpoint was there when it was opened: one without a part is no missing one."""
+        try:
+            with told(f"{self.path}/{name}", what):
+                yield
+        except NoCheckpointError as error:
+            raise IncompleteCheckpointError(
+                f"{self.path}/{name} is missing: the checkpoint is not complete, or was removed while it was read"
+            ) from error
 
     def _fill(self, name: str, offset: int, buffer: Buffer, wanted: int) -> int:
         target: Any = buffer
@@ -128,7 +143,7 @@ class Tree:
             self._folders.add(name)
 
     def _stat(self, name: str, is_right: object) -> os.stat_result:
-        with told(f"{self.path}/{name}", "it cannot be found"):
+        with self._told(name, "it cannot be found"):
             found = os.stat(name, dir_fd=self._lock.fd, follow_symlinks=False)
         if not callable(is_right) or not is_right(found.st_mode):
             raise DamagedCheckpointError(

@@ -23,7 +23,7 @@ from tierstore.checkpoint.documents import (
 )
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, check_entry, node_name, to_attributes
 from tierstore.checkpoint.extra import encode
-from tierstore.checkpoint.files import Files
+from tierstore.checkpoint.files import Files, resolved
 from tierstore.checkpoint.geometry import BLOCK_BYTES, Compression, geometry_for
 from tierstore.checkpoint.replacement import begin, prune, replace
 from tierstore.checkpoint.root import root_now
@@ -59,7 +59,7 @@ class Writer:
         self._header = dict(header)
         self._compression = compression
         self._files = files or Files()
-        self._site = begin(os.path.realpath(path), self._files)
+        self._site = begin(resolved(path), self._files)
         self._is_open = True
         try:
             self._direct = self._files.takes_direct(self._site.path)
@@ -129,7 +129,8 @@ class Writer:
     def commit(self, *, keep_last: int | None = None) -> None:
         """Let the checkpoint stand at its path, complete and on the disk, in one instant.
 
-        With `keep_last`, remove the oldest other checkpoints in the same folder afterwards, so that so many stay.
+        With `keep_last`, remove the oldest others of its series afterwards, so that so many stay: those in the same
+        folder whose names differ from this one's in their last number only.
         Raises CheckpointValueError if values are missing.
         """
         self._check_open()
