@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tierstore.behind import WriteBehind
-from tierstore.blueprint import draw
+from tierstore.blueprint import beyond_memory, draw
 from tierstore.build import Parts
 from tierstore.capture import Capture, Wanted
 from tierstore.counts import StepCounts
@@ -100,8 +100,16 @@ class Binding:
             raise
 
     def tell_what_is_missing(self) -> None:
-        """Warn of a gpu tier without an accelerator, and of placement rules that match no parameter."""
+        """Warn of a gpu tier without an accelerator, of too little memory, and of rules that match no parameter."""
         self.plant.tell_what_is_missing()
+        if (beyond := beyond_memory(self.plant)) is not None:
+            asked, there_is = beyond
+            warnings.warn(
+                f"tierstore: tiers.cpu.capacity of {asked:,} bytes is more than the {there_is:,} bytes of memory here "
+                f"that are this process's: lower it, and leave some for the rest of the machine",
+                UserWarning,
+                stacklevel=2,
+            )
         for number, rule in enumerate(self.policy.placement):
             if not any(rule.matches(member.name) for member in self.members):
                 warnings.warn(

@@ -16,6 +16,7 @@ from tierstore.layout import ChunkClass, Layout, ParameterSpec, make_layout
 from tierstore.members import Member, local_of, refuse_shared_memory
 from tierstore.placement import Room, tiers_that_hold
 from tierstore.policy import TierPolicy
+from tierstore.pressure import host_memory
 from tierstore.records import may_be_split, record_fields, state_fields
 from tierstore.store import ChunkInfo
 
@@ -80,6 +81,15 @@ def draw(members: Sequence[Member], groups: Sequence[Mapping[str, Any]], policy:
         if not candidates:
             return whole
     return _draw(members, groups, plant, candidates)
+
+
+def beyond_memory(plant: Plant) -> tuple[int, int] | None:
+    """The capacity given to the cpu tier and the memory there is for it, if that is less; in bytes, of this process."""
+    cpu, memory = plant.policy.tiers.cpu, host_memory()
+    there_is = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes) // plant.parts.ranks()
+    if cpu is None or not isinstance(cpu.capacity, int) or cpu.capacity <= there_is:
+        return None
+    return cpu.capacity, there_is
 
 
 def _draw(

@@ -18,8 +18,9 @@ from torch import nn
 
 from tests.optimizer.beside import assert_same_state_dicts, cloned, nothing_changes, tiered, torchs
 from tests.optimizer.cases import assert_same_parameters, seeded, set_gradients, train
-from tierstore.errors import StateDictError
+from tierstore.errors import CapacityError, StateDictError
 from tierstore.optimizer import TieredAdamW
+from tierstore.pressure import HostMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
@@ -460,3 +461,23 @@ def test_how_another_run_computed_is_not_loaded(wrong: dict[str, Any], tmp_path:
     before = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["param_groups"] == before
+
+
+def test_a_capacity_beyond_the_machines_memory_is_warned_of_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.blueprint.host_memory", lambda: HostMemory(1 << 20, 1 << 19, None, "here", 1 << 20))
+    parameter = torch.nn.Parameter(torch.ones(100))
+    optimizer = TieredAdamW([parameter], policy={"tiers": {"cpu": {"capacity": "2MiB"}}})
+    parameter.grad = torch.ones(100)
+    with pytest.warns(UserWarning, match=r"tiers\.cpu\.capacity of 2,097,152 bytes is more than the 1,048,576 bytes"):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_a_capacity_that_no_machine_has_is_an_error_of_the_first_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(100))
+    optimizer = TieredAdamW([parameter], policy={"tiers": {"cpu": {"capacity": "900PiB"}}})
+    parameter.grad = torch.ones(100)
+    with pytest.raises(CapacityError, match=r"cannot be mapped .*: lower tiers\.cpu\.capacity"):
+        optimizer.step()
+    assert torch.equal(parameter, torch.ones(100))
+    optimizer.close()

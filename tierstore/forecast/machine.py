@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tierstore.blueprint import beyond_memory
 from tierstore.build import Parts, Plant
 from tierstore.calibrate import find_rates
 from tierstore.demo.words import size
@@ -22,7 +23,6 @@ from tierstore.errors import CapacityError, PolicyError, SwapError
 from tierstore.folders import swap_folders
 from tierstore.placement import Room
 from tierstore.policy import NvmeTier, TierPolicy
-from tierstore.pressure import host_memory
 
 PLANNED_FOLDER = Path("/planned-nvme")
 """Stands for the swap folder of a machine that is not here."""
@@ -89,7 +89,7 @@ def with_nvme(policy: TierPolicy, nvme: NvmeTier | None) -> TierPolicy:
 def beyond_this_machine(plant: Plant, rooms: dict[str, Room], chunk_bytes: int) -> Iterator[str]:
     """Warnings of given capacities that are more than this machine has: a plan may be for another."""
     policy, present = plant.policy, present_accelerator()
-    gpu, cpu, nvme = policy.tiers.gpu, policy.tiers.cpu, policy.tiers.nvme
+    gpu, nvme = policy.tiers.gpu, policy.tiers.nvme
     if gpu is not None and plant.gpu is None:
         yield "no accelerator is here and tiers.gpu has no size, so the gpu tier is left out: give it one, as 24GiB"
     if gpu is not None and isinstance(plant.gpu, PlannedDevice) and gpu.device != "cpu":
@@ -98,12 +98,10 @@ def beyond_this_machine(plant: Plant, rooms: dict[str, Room], chunk_bytes: int) 
         elif isinstance(gpu.capacity, int) and gpu.capacity > plant.gpu.memory_bytes()[1]:
             has = size(plant.gpu.memory_bytes()[1])
             yield f"tiers.gpu.capacity of {size(gpu.capacity)} is more than {present} has ({has})"
-    memory = host_memory()
-    most = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
-    if cpu is not None and isinstance(cpu.capacity, int) and cpu.capacity > most // plant.parts.ranks():
+    if (beyond := beyond_memory(plant)) is not None:
         ranks = plant.parts.ranks()
-        whose = "" if ranks == 1 else f", for each of {ranks} processes,"
-        yield f"tiers.cpu.capacity of {size(cpu.capacity)}{whose} is more than this machine has ({size(most)})"
+        whose = "" if ranks == 1 else f" for each of {ranks} processes"
+        yield f"tiers.cpu.capacity of {size(beyond[0])} is more than this machine has{whose} ({size(beyond[1])})"
     if nvme is not None and isinstance(nvme.capacity, int):
         try:
             plant.check_disk(rooms, chunk_bytes)
