@@ -78,7 +78,7 @@ class Housing(Guarded):
         if self._short is not None:
             self._listen()
             self._try_again()
-        while self._short is not None or self._traffic.failed_writes:
+        while self._short is not None or self._traffic.failed_writes or self._lacks_room():
             self._mend()
         self._traffic.raise_errors()
 
@@ -91,7 +91,8 @@ class Housing(Guarded):
         self._traffic.unmake()
         failed, self._traffic.failed_writes = self._traffic.failed_writes, {}
         self._short = first = next(iter(failed.values()), self._short)
-        assert first is not None
+        if first is None:  # nobody has tried to write: reads have failed so often that nobody will
+            self._short = first = next(error for each in self._traffic.striping.values() if (error := each.why_shunned))
         made = [words for striping in self._traffic.striping.values() if (words := striping.make_up())]
         try:
             homes = self._homes_for(self._infos, self._rooms())
@@ -107,6 +108,15 @@ class Housing(Guarded):
         self._tell_mended(failed, made, moved)
         if not self._is_running:
             self._send_again(failed)
+
+    def _lacks_room(self) -> bool:
+        """Whether so much was lost with paths that fail that homes do not fit what is left."""
+        for name, striping in self._traffic.striping.items():
+            if striping.owed > 0 and striping.why_shunned is not None:
+                homes = sum(self._ledger.home(chunk) == name for chunk in self._infos)
+                if homes > self.setup.tiers[name].arena.lasting:
+                    return True
+        return False
 
     def _tell_mended(self, failed: Mapping[int, TransferError], made: Sequence[str], moved: int) -> None:
         for error in list(failed.values())[:1]:

@@ -86,11 +86,11 @@ class Relief(Sizing):
         fit, or what stopped a chunk that should move to a new home; size and homes are then as they were.
         """
         with self._entered():
-            self._come_to_rest()
+            self._come_to_rest(is_remedy=True)
             before = self.setup.tiers[name].arena.lasting
             plan = plan_size(self._holdings(), name, extents, f"{extents:,} were asked for")
             self._join_for(plan)
-            self._resize({**plan.sizes, name: extents}, plan.homes)
+            self._resize({**plan.sizes, name: extents}, plan.homes, is_remedy=True)
             self._most[name] = extents
             what = f"{name} has {self.setup.tiers[name].arena.capacity:,} extents of {self._extent_bytes:,} bytes"
             self._traffic.recorder.decide("resize", f"{what}, before {before:,}", f"{extents:,} were asked for")

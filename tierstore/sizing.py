@@ -27,12 +27,13 @@ _log = logging.getLogger("tierstore.store")
 class Sizing(Housing):
     """The sizes of a store's tiers."""
 
-    def _resize(self, sizes: Mapping[str, int], homes: Mapping[int, str]) -> None:
+    def _resize(self, sizes: Mapping[str, int], homes: Mapping[int, str], *, is_remedy: bool = False) -> None:
         """Give tiers other sizes, and chunks homes that fit these. All or nothing, until homes are as they should be.
 
-        Smaller means emptying a tier's last slabs, and going down by whole slabs only.
+        Smaller means emptying a tier's last slabs, and going down by whole slabs only. `is_remedy`: this may be what
+        failed writes need, for which there was no room.
         """
-        self._come_to_rest()
+        self._come_to_rest(is_remedy=is_remedy)
         tiers = {name: self.setup.tiers[name] for name in sizes}
         before = {name: tier.arena.lasting for name, tier in tiers.items()}
         for name, tier in tiers.items():
@@ -43,17 +44,18 @@ class Sizing(Housing):
                 self._grow(tiers[name], sizes[name])
             self._rehome(homes)
             undo.pop_all()
-        self._short = None
+        if is_remedy:
+            self._short = None
         for name, tier in tiers.items():
             self._shrink(tier, sizes[name])
 
-    def _come_to_rest(self) -> None:
+    def _come_to_rest(self, *, is_remedy: bool = False) -> None:
         """Wait until every move under way has landed, and finish what room is on its way between paths."""
         try:
             self.wait()
         except TransferError:
-            if self._short is None:
-                raise  # else more room is what is wanted
+            if not is_remedy or self._short is None:
+                raise
         self._move_room(to_the_end=True)
 
     def wait(self) -> None:

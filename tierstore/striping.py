@@ -53,6 +53,7 @@ class Striping:
         self._condemned: list[int] = []  # slabs that are to empty themselves, of each path the last one first
         self._looks = 0
         self.owed = 0  # extents lost to failures and not made up for; below zero: more than was lost
+        self.why_shunned: TransferError | None = None  # what the last path failed with that nothing is written to
         self._failures: Counter[tuple[int, bool]] = Counter()  # of each path, of reads and of writes, in a row
         self._silent: set[int] = set()  # paths of which something was given up, and nothing has been heard since
         self._failed: dict[int, list[Extent]] = {}  # those of them that were writes: where to
@@ -240,6 +241,7 @@ class Striping:
                 arena.reprieve(slab)
                 self.owed -= arena.lasting_in(slab)
             self._failures[path, True] = FAILURES_IN_A_ROW - 1
+        self.why_shunned = None
         return bool(shunned)
 
     def left_behind(self) -> frozenset[Extent]:
@@ -259,6 +261,7 @@ class Striping:
             arena.pardon(extent)
             self.owed -= 1
         self._tier.shunned.add(path)
+        self.why_shunned = error
         self._condemned = [slab for slab in self._condemned if arena.path_of(slab) != path]  # its file is left alone
         for slab in arena.slabs_on(path):
             self.owed += arena.lasting_in(slab)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.fakes import FaultyEngine
-from tests.unit.test_tensors import KIB, TIERS, Trial, one_operation
+from tests.unit.test_tensors import CHUNK, KIB, TIERS, Trial, one_operation
 from tierstore.build import Parts
 from tierstore.errors import TransferError
 from tierstore.io.base import Kind
@@ -137,3 +137,25 @@ def test_a_thousand_random_operations_on_a_failing_disk_lose_nothing(seed: int) 
         trial.check()
     trial.finish()
     assert trial.failed or seed > 1
+
+
+def test_a_path_that_could_not_be_read_for_a_while_is_used_again_once_it_can() -> None:
+    """After some reads nothing more is written there either, so that what leaves memory has nowhere to go."""
+    trial, chance = FaultyTrial(TIERS["cpu and nvme"]), random.Random(3)
+    for number in range(20):
+        trial.store.put(f"{number}", torch.full((CHUNK // 4,), float(number)))
+        trial.expected[f"{number}"] = torch.full((CHUNK // 4,), float(number))
+    trial.store.wait()
+    trial.fail(errno.EIO, Kind.READ, 1, None)
+    for number in range(8):
+        trial.get(f"{number}")
+    assert trial.failed >= 3
+    assert any(path.is_shunned for path in trial.store.stats().paths.values())
+    trial.engine.heal()
+    failed, refused = trial.failed, trial.refused
+    for _ in range(3):
+        for name in chance.sample(list(trial.expected), len(trial.expected)):
+            trial.get(name)
+            trial.check()
+    assert trial.refused == refused and trial.failed <= failed + 1  # one more call may hear of it
+    trial.finish()
