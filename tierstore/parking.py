@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import CapacityError, LeaseError, PolicyError
-from tierstore.placement import LINE
+from tierstore.placement import ENOUGH_EXTENTS, LINE
 from tierstore.planning import plan_fetch
 from tierstore.relief import Relief
 from tierstore.stats import Relocation
+from tierstore.tiers import Tier
 
 _log = logging.getLogger("tierstore.relief")
 
@@ -58,7 +59,11 @@ class Parking(Relief):
                 self._join(goal)
             self._parked = parked  # from here on, what breaks off is put right by whoever uses a chunk
             has = self.setup.tiers[goal].arena.lasting
-            self._resize({goal: max(has, wanted), **dict.fromkeys(emptied, 0)}, homes)
+            sizes = {goal: max(has, wanted), **dict.fromkeys(emptied, 0)}
+            for tier in self._passed(emptied, goal):
+                sizes.setdefault(tier.name, tier.arena.lasting)
+                self._grow(tier, ENOUGH_EXTENTS)  # it may have been emptied before
+            self._resize(sizes, homes)
             done = Relocation(
                 self._moved_bytes() - moved, sum(room.values()) * self._extent_bytes, time.perf_counter() - began
             )
@@ -130,16 +135,31 @@ class Parking(Relief):
 
     def _homes_without(self, emptied: Sequence[str], goal: str) -> tuple[dict[int, str], int]:
         """Homes once chunks have theirs in `goal` that had it in emptied tiers; and others that lie there, for which
-        there is room in it."""
+        there is room in it, or which had theirs on the way. What has to pass a tier finds room in it."""
         homes = {chunk: self._ledger.home(chunk) for chunk in self._infos}
+        there = [chunk for place, chunk in self._ledger.valid_places().items() if place.tier in emptied]
+        passed = self._passed(emptied, goal)
         homes |= {chunk: goal for chunk, home in homes.items() if home in emptied}
+        homes |= {chunk: goal for chunk in there if homes[chunk] in {tier.name for tier in passed}}
         wanted = sum(home == goal for home in homes.values())
         has = self.setup.tiers[goal].arena.lasting if goal in self.setup.tiers else 0
-        for place, chunk in self._ledger.valid_places().items():
-            if place.tier in emptied and homes[chunk] != goal and wanted < has:
+        for chunk in there:
+            if homes[chunk] != goal and wanted < has:
                 homes[chunk] = goal
                 wanted += 1
+        for tier in passed:
+            at_home = [chunk for chunk, home in homes.items() if home == tier.name]
+            in_the_way = at_home[: max(0, len(at_home) + ENOUGH_EXTENTS - tier.arena.lasting)]
+            homes |= dict.fromkeys(in_the_way, goal)
+            wanted += len(in_the_way)
+        if any(LINE.index(homes[chunk]) > LINE.index(goal) for chunk in there):
+            wanted += ENOUGH_EXTENTS
         return homes, wanted
+
+    def _passed(self, emptied: Sequence[str], goal: str) -> list[Tier]:
+        """The tiers between the fastest that is emptied and the one that takes what is in it."""
+        between = LINE[LINE.index(emptied[0]) + 1 : LINE.index(goal)]
+        return [self.setup.tiers[name] for name in between if name in self.setup.tiers]
 
     def _check_room(self, goal: str, wanted: int) -> None:
         has = self.setup.tiers[goal].arena.lasting if goal in self.setup.tiers else 0
