@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import CapacityError, LeaseError, PolicyError
-from tierstore.placement import LINE
+from tierstore.execution import ChunkInfo
+from tierstore.placement import ENOUGH_EXTENTS, LINE, Room
 from tierstore.planning import plan_fetch
 from tierstore.relief import Relief
 from tierstore.stats import Relocation
+from tierstore.tiers import Tier
 
 _log = logging.getLogger("tierstore.relief")
 
@@ -59,7 +62,11 @@ class Parking(Relief):
             parked = self._what_is_parked(emptied, goal)
             if goal not in self.setup.tiers:
                 self._join(goal)
-            self._park(parked, {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}, homes)
+            sizes = {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}
+            for tier in self._passed(emptied, goal):
+                sizes.setdefault(tier.name, tier.arena.lasting)
+                self._grow(tier, ENOUGH_EXTENTS)  # it may have been emptied before
+            self._park(parked, sizes, homes)
             done = Relocation(
                 self._moved_bytes() - moved, sum(room.values()) * self._extent_bytes, time.perf_counter() - began
             )
@@ -93,7 +100,8 @@ class Parking(Relief):
                 name: size if name in parked.emptied else min(size, self._has(name))
                 for name, size in parked.sizes.items()
             }  # of another tier some may have been lost to failures meanwhile
-            self._resize(sizes, {**{chunk: self._ledger.home(chunk) for chunk in self._infos}, **there})
+            homes = {**{chunk: self._ledger.home(chunk) for chunk in self._infos}, **there}
+            self._resize(sizes, homes, is_remedy=True)
             self._parked = None
             wanted = [chunk for chunk in parked.in_use if chunk in self._infos]
             self._execution.issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
@@ -121,6 +129,21 @@ class Parking(Relief):
         """As ever, but not while chunks have nowhere to pass through."""
         if self._parked is None:
             super()._move_room(to_the_end=to_the_end)
+
+    def _homes_for(
+        self, infos: Mapping[int, ChunkInfo], rooms: Mapping[str, Room], *, anew: Sequence[str] = ()
+    ) -> dict[int, str]:
+        """As ever; while tiers are empty no chunk has to pass anywhere, and homes stay if there is room for them."""
+        if self._parked is None:
+            return super()._homes_for(infos, rooms, anew=anew)
+        homes = {chunk: self._ledger.home(chunk) for chunk in infos}
+        for tier, count in Counter(homes.values()).items():
+            if count > rooms[tier].extents:
+                raise CapacityError(
+                    f"{tier} has {rooms[tier].extents:,} extents of {self._extent_bytes:,} bytes, and {count:,} chunks "
+                    f"are there or on their way, as tiers are offloaded: reload() them"
+                )
+        return homes
 
     def _check_emptied(self, tiers: Sequence[str]) -> list[str]:
         """The memory tiers to be emptied, the fastest first."""
@@ -156,15 +179,30 @@ class Parking(Relief):
 
     def _homes_without(self, emptied: Sequence[str], goal: str) -> tuple[dict[int, str], int]:
         """Homes once chunks have theirs in `goal` that had it in emptied tiers; and others that lie there, for which
-        there is room in it."""
+        there is room in it, or which had theirs on the way. What has to pass a tier finds room in it."""
         homes = {chunk: self._ledger.home(chunk) for chunk in self._infos}
+        there = [chunk for place, chunk in self._ledger.valid_places().items() if place.tier in emptied]
+        passed = self._passed(emptied, goal)
         homes |= {chunk: goal for chunk, home in homes.items() if home in emptied}
+        homes |= {chunk: goal for chunk in there if homes[chunk] in {tier.name for tier in passed}}
         wanted = sum(home == goal for home in homes.values())
-        for place, chunk in self._ledger.valid_places().items():
-            if place.tier in emptied and homes[chunk] != goal and wanted < self._has(goal):
+        for chunk in there:
+            if homes[chunk] != goal and wanted < self._has(goal):
                 homes[chunk] = goal
                 wanted += 1
+        for tier in passed:
+            at_home = [chunk for chunk, home in homes.items() if home == tier.name]
+            in_the_way = at_home[: max(0, len(at_home) + ENOUGH_EXTENTS - tier.arena.lasting)]
+            homes |= dict.fromkeys(in_the_way, goal)
+            wanted += len(in_the_way)
+        if any(LINE.index(homes[chunk]) > LINE.index(goal) for chunk in there):
+            wanted += ENOUGH_EXTENTS
         return homes, wanted
+
+    def _passed(self, emptied: Sequence[str], goal: str) -> list[Tier]:
+        """The tiers between the fastest that is emptied and the one that takes what is in it."""
+        between = LINE[LINE.index(emptied[0]) + 1 : LINE.index(goal)]
+        return [self.setup.tiers[name] for name in between if name in self.setup.tiers]
 
     def _check_room(self, goal: str, wanted: int) -> None:
         has, most = self._has(goal), self.setup.given.get(goal)

@@ -79,8 +79,8 @@ class PieceStore(ChunkStore):
 
     def _pass_over(self, chunks: Sequence[int], use: Use) -> None:
         """Use chunks as a run does, except that breaking off leaves the store fit for runs: no value is half of two."""
-        self._raise_errors()
         self._return()
+        self._raise_errors()
         before = self._broken_off, self._failure
         try:
             self._execute(chunks, (), use)

@@ -112,10 +112,11 @@ class ChunkStore(Parking):
         before anything has moved, FailedStepError if an earlier run broke off.
         """
         with self._entered():
+            if self._failure is None:
+                self._return()
             self._raise_errors()
             if self._failure is not None:
                 raise FailedStepError(self._failure)
-            self._return()
             self._serve()
             self._move_room()
             if is_step:
@@ -146,24 +147,24 @@ class ChunkStore(Parking):
     def fetch(self, chunks: Sequence[int]) -> None:
         """Begin to bring chunks to where they are used, as far as there is room; wait for nothing."""
         with self._entered():
-            self._raise_errors()
             self._return()
+            self._raise_errors()
             wanted = [chunk for chunk in chunks if not isinstance(self._ledger.where(chunk), Fresh)]
             self._execution.issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
 
     def fetch_now(self, chunk: int) -> None:
         """Begin to bring one chunk to where it is used, whatever has to make room."""
         with self._entered():
-            self._raise_errors()
             self._return()
+            self._raise_errors()
             if self._ledger.bound_for(chunk) != self._infos[chunk].compute:
                 self._execution.issue_all(self._plan([chunk], ()))
 
     def send_home(self, chunks: Sequence[int]) -> None:
         """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""
         with self._entered():
-            self._raise_errors()
             self._return()
+            self._raise_errors()
             self._send_home(chunks)
 
     def read_record(self, chunk: int, into: Tensor) -> bool:
