@@ -9,13 +9,12 @@ real: anonymous memory of the process before and after, beside the raw device in
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -23,7 +22,6 @@ import typer
 import tierstore
 from benchmarks.harness import (
     Check,
-    Column,
     Folders,
     Json,
     Plot,
@@ -31,7 +29,6 @@ from benchmarks.harness import (
     RawDevice,
     Report,
     Rounds,
-    Table,
     VerificationError,
     bytes_of,
     command,
@@ -41,42 +38,45 @@ from benchmarks.harness import (
     median,
     publish,
 )
-from benchmarks.harness.plots import COLOURS, figure
 from benchmarks.harness.rawdevice import Kind
 from benchmarks.harness.training import Work, verify_bits
-from benchmarks.memory import anonymous_bytes
+from benchmarks.memory import SLACK, anonymous_bytes
+from benchmarks.pressure_figures import (
+    HIGH,
+    LOW,
+    PHASES,
+    SETTLED,
+    Seen,
+    Turn,
+    draw,
+    memory_table,
+    pressure_table,
+    swing_table,
+    time_table,
+)
 from tierstore import TieredAdamW
 from tierstore.build import Parts
 from tierstore.pressure import disk_space
 from tierstore.rebalance import LEAST_AT_ONCE, PART_AT_ONCE
 from tierstore.stats import Pressure, Stats
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 MACHINE = 2.5
 """Of the stand-in's memory, in states: all state takes two fifths of it."""
-HIGH, LOW = 0.85, 0.75
-"""The watermarks: the defaults of a cpu tier."""
 LITTLE, MUCH = 0.20, 0.70
 """What others have of it when there is no pressure, and when there is."""
-PHASES = {"before": 10, "rising": 10, "high": 16, "falling": 10, "after": 14}
-"""In steps."""
-SETTLED = 3
-"""Steps that make the state, and are not timed."""
 SWINGS: dict[str, tuple[float, float, int]] = {
-    "within the watermarks": (0.37, 0.43, 1),
-    "across them, each step": (LITTLE, MUCH, 1),
-    "across them, every 4 steps": (LITTLE, MUCH, 4),
+    "within the marks": (0.37, 0.43, 1),
+    "across, each step": (LITTLE, MUCH, 1),
+    "across, every 4": (LITTLE, MUCH, 4),
 }
 """What others have by turns, as a share, and for how many steps."""
 SWING_STEPS = 32
-EMPTIED: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("cpu",), "nvme"),
-    (("gpu",), "cpu"),
-    (("gpu",), "nvme"),
-    (("gpu", "cpu"), "nvme"),
-)
+EMPTIED: dict[str, tuple[tuple[str, ...], str]] = {
+    "cpu into nvme": (("cpu",), "nvme"),
+    "gpu into cpu": (("gpu",), "cpu"),
+    "gpu into nvme": (("gpu",), "nvme"),
+    "gpu, cpu into nvme": (("gpu", "cpu"), "nvme"),
+}
 RETURNED = 0.95
 """Of what tiers hold, at least so much should leave the process."""
 REQUEST = 8 << 20
@@ -140,36 +140,6 @@ class Training:
         return verify_bits(what, self.model.parameters(), other.model.parameters())
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """One step under pressure: the share that others took and that was used when it began, and what became of it."""
-
-    others: float
-    used: float
-    cpu_extents: int
-    spilled: int
-    promoted: int
-    moved: int
-    rebalanced: int  # bytes of `moved`
-    seconds: float
-    undisturbed: float  # seconds of the other training's
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Tiers given back and filled again, once: bytes, and seconds."""
-
-    held: int
-    before: int
-    after: int
-    offload: float
-    written: int
-    reload: float
-    read: int
-    next_step: float
-    steady_step: float
-
-
 def measure(work: Work, chunk: int, folders: Sequence[Path], rounds: int, volume: int) -> Report:
     """Train under pressure, then empty tiers. Raises VerificationError."""
     tiers = {"cpu": {"watermarks": {"high": HIGH, "low": LOW}}, "nvme": _files(folders)}
@@ -181,11 +151,11 @@ def measure(work: Work, chunk: int, folders: Sequence[Path], rounds: int, volume
         curves[name] = [LITTLE] * SETTLED + [high if step // steps % 2 else low for step in range(SWING_STEPS)]
     found = {name: _side_by_side(work, policy, Others(total, folders[0]), curve) for name, curve in curves.items()}
     runs = {name: steps for name, (steps, _) in found.items()}
-    demanded, rates, compared = _on_demand(work, chunk, folders, rounds, volume)
-    rows = [_demand_row(tiers, to, turns, rates) for (tiers, to), turns in demanded.items()]
+    emptied, rates, compared = _on_demand(work, chunk, folders, rounds, volume)
     verified = compared + sum(nbytes for _, nbytes in found.values())
     at_once = max(seen.spilled + seen.promoted for steps in runs.values() for seen in steps)
-    returned = min(row["returned"] for row in rows if "returned" in row)
+    returned = min(turn.returned for name, turns in emptied.items() if name.endswith("nvme") for turn in turns)
+    is_large = min(turn.held for turns in emptied.values() for turn in turns) > SLACK
     return Report(
         benchmark="pressure",
         question="what does memory pressure cost a training, and how fast is memory given back and taken again?",
@@ -202,20 +172,26 @@ def measure(work: Work, chunk: int, folders: Sequence[Path], rounds: int, volume
             {"kind": kind, "request": REQUEST, "in_flight": 8, "gb_per_s": rate / 1e9} for kind, rate in rates.items()
         ),
         tables=(
-            _pressure_table(runs.pop("")),
-            _swing_table(runs, bound),
-            _demand_table(rows),
+            pressure_table(runs.pop("")),
+            swing_table(runs, bound),
+            memory_table(emptied),
+            time_table(emptied, rates),
         ),
         checks=(
             Check("losses and parameters of trainings under pressure", "the same bits", "the same bits", True),
             Check("chunks that leave or may come at once", f"at most {bound}", str(at_once), at_once <= bound),
-            Check("memory returned", f"at least {RETURNED:.0%}", f"{returned:.1%}", returned >= RETURNED),
+            Check(
+                "memory returned, of what was held",
+                f"at least {RETURNED:.0%}",
+                f"{returned:.1%}",
+                returned >= RETURNED if is_large else None,
+            ),
         ),
         verified=f"{verified / 1e6:.1f} MB of parameters, and all losses, have the bits of trainings left alone",
         notes=(
             "a step is timed until what it writes has landed: nothing here hides its write-backs",
-            "pressure is a stand-in: others take what a curve says, and the tier has what it has; what is emptied is real",
-            "gpu is host memory here, which stands in for an accelerator: what goes from it into cpu stays in the process",
+            "pressure is a stand-in: others take what a curve says, and the tier has what it has",
+            "gpu is host memory here, which stands in for an accelerator",
         ),
         extra={"steps": [asdict(seen) for seen in found[""][0]]},
     )
@@ -269,7 +245,7 @@ def _side_by_side(
         before = one.stats()
         for step, share in enumerate(curve):
             others.share = share
-            for number in (0, 1) if step % 2 else (1, 0):
+            for number in (0, 1) if step // 2 % 2 else (1, 0):
                 seconds[number] = (one, other)[number].step()
             after = one.stats()
             found.append(_seen(before, after, share, *seconds, policy["chunk_size"]))
@@ -298,93 +274,12 @@ def _bytes(stats: Stats, *routes: str) -> int:
     return sum(route.bytes for name, route in stats.routes.items() if not routes or name in routes)
 
 
-def _pressure_table(steps: Sequence[Seen]) -> Table:
-    columns = (
-        Column("phase", "phase"),
-        Column("used", "used", "percent"),
-        Column("extents", "cpu"),
-        Column("spilled", "spilled"),
-        Column("promoted", "promoted"),
-        Column("moved", "moved", "bytes"),
-        Column("rebalanced", "of it spills", "bytes"),
-        Column("typical", "step", "seconds"),
-        Column("largest", "largest", "seconds"),
-        Column("slower", "x before", ".2f"),
-        Column("undisturbed", "left alone", "seconds"),
-    )
-    following = iter(steps)
-    phases = {name: list(itertools.islice(following, count)) for name, count in PHASES.items()}
-    phases["before"] = phases["before"][SETTLED:]
-    usual = median([seen.seconds for seen in phases["before"]])
-    rows = []
-    for name, seen in phases.items():
-        largest = max(one.seconds for one in seen)
-        rows.append(
-            {
-                "phase": f"{name}, {len(seen)} steps",
-                "used": max(one.used for one in seen),
-                "extents": seen[-1].cpu_extents,
-                "spilled": sum(one.spilled for one in seen),
-                "promoted": sum(one.promoted for one in seen),
-                "moved": sum(one.moved for one in seen),
-                "rebalanced": sum(one.rebalanced for one in seen),
-                "typical": median([one.seconds for one in seen]),
-                "largest": largest,
-                "slower": largest / usual,
-                "undisturbed": median([one.undisturbed for one in seen]),
-            }
-        )
-    note = (
-        "used: the most, of the machine, when a step began; cpu: extents of the tier in the end; spilled and promoted: "
-        "chunks that had to leave, and extents gained; moved: by all steps of the phase, which read and write what the "
-        "tier cannot keep, and of it what left the tier because it shrank; x before: the largest, over the median before"
-    )
-    return Table("under pressure", columns, tuple(rows), note)
-
-
-def _swing_table(runs: Mapping[str, Sequence[Seen]], bound: int) -> Table:
-    columns = (
-        Column("swing", "others swing"),
-        Column("low", "used from", "percent"),
-        Column("high", "to", "percent"),
-        Column("extents", "cpu, least"),
-        Column("spilled", "spilled"),
-        Column("promoted", "promoted"),
-        Column("changes", "resized"),
-        Column("at_once", "most at once"),
-        Column("bound", "bound"),
-        Column("typical", "step", "seconds"),
-        Column("largest", "largest", "seconds"),
-        Column("undisturbed", "left alone", "seconds"),
-    )
-    rows = []
-    for name, all_steps in runs.items():
-        seen = all_steps[SETTLED:]
-        rows.append(
-            {
-                "swing": name,
-                "low": min(one.used for one in seen),
-                "high": max(one.used for one in seen),
-                "extents": min(one.cpu_extents for one in seen),
-                "spilled": sum(one.spilled for one in seen),
-                "promoted": sum(one.promoted for one in seen),
-                "changes": sum(one.cpu_extents != other.cpu_extents for one, other in itertools.pairwise(all_steps)),
-                "at_once": max(one.spilled + one.promoted for one in seen),
-                "bound": bound,
-                "typical": median([one.seconds for one in seen]),
-                "largest": max(one.seconds for one in seen),
-                "undisturbed": median([one.undisturbed for one in seen]),
-            }
-        )
-    return Table(f"a swing at the watermarks, {SWING_STEPS} steps", columns, tuple(rows), "resized: steps that did so")
-
-
 # -- on demand --------------------------------------------------------------------------------------------------------
 
 
 def _on_demand(
     work: Work, chunk: int, folders: Sequence[Path], rounds: int, volume: int
-) -> tuple[dict[tuple[tuple[str, ...], str], list[Turn]], dict[str, float], int]:
+) -> tuple[dict[str, list[Turn]], dict[str, float], int]:
     """Empty and fill tiers, in turn with the raw device; its bytes per second, and the bytes compared in the end."""
     state = tierstore.plan(work.make()[0], {"chunk_size": chunk, "tiers": {"cpu": {}}}).tiers["cpu"].bytes
     half = {"device": "cpu", "capacity": state // 2 // chunk * chunk}
@@ -392,22 +287,22 @@ def _on_demand(
         raw = closing.enter_context(RawDevice(folders, volume))
         alone = Training(work, {"chunk_size": chunk, "adapt": False, "tiers": {"cpu": {}}})
         trainings = {}
-        for tiers, to in EMPTIED:
+        for name, (tiers, _) in EMPTIED.items():
             given: dict[str, Any] = {"cpu": {}, "nvme": _files(folders), **({"gpu": half} if "gpu" in tiers else {})}
-            trainings[tiers, to] = Training(work, {"chunk_size": chunk, "adapt": False, "tiers": given})
+            trainings[name] = Training(work, {"chunk_size": chunk, "adapt": False, "tiers": given})
         for training in (alone, *trainings.values()):
             closing.callback(training.optimizer.close)
             for _ in range(SETTLED):
                 training.step()
-        runs: dict[Any, Callable[[], Any]] = {
-            (tiers, to): partial(_turn, training, tiers, to) for (tiers, to), training in trainings.items()
+        runs: dict[str, Callable[[], Any]] = {
+            name: partial(_turn, training, *EMPTIED[name]) for name, training in trainings.items()
         }
         runs |= {kind: partial(_raw_rate, raw, kind) for kind in RAW}
         found = interleave(runs, rounds)
         for _ in range(2 * rounds):
             alone.step()
-        verified = sum(one.verify(f"{', '.join(tiers)} to {to}", alone) for (tiers, to), one in trainings.items())
-    return {key: found[key] for key in trainings}, {kind: median(found[kind]) for kind in RAW}, verified
+        verified = sum(training.verify(name, alone) for name, training in trainings.items())
+    return {name: found[name] for name in trainings}, {kind: median(found[kind]) for kind in RAW}, verified
 
 
 def _turn(training: Training, tiers: Sequence[str], to: str) -> Turn:
@@ -433,74 +328,8 @@ def _raw_rate(raw: RawDevice, kind: Kind) -> float:
     return raw.measure(kind, REQUEST, 8).rate
 
 
-def _demand_row(tiers: Sequence[str], to: str, turns: Sequence[Turn], raw: Mapping[str, float]) -> dict[str, Any]:
-    offload = median([turn.written / turn.offload for turn in turns])
-    reload = median([turn.read / turn.reload for turn in turns])
-    row = {
-        "tiers": f"{', '.join(tiers)} to {to}",
-        "held": turns[0].held,
-        "before": median([turn.before for turn in turns]),
-        "after": median([turn.after for turn in turns]),
-        "offload": median([turn.offload for turn in turns]),
-        "written": offload / 1e9,
-        "reload": median([turn.reload for turn in turns]),
-        "read": reload / 1e9,
-        "next": median([turn.next_step for turn in turns]),
-        "steady": median([turn.steady_step for turn in turns]),
-    }
-    if to == "nvme":
-        row["returned"] = min((turn.before - turn.after) / turn.held for turn in turns)
-        row |= {"of_write": offload / raw["write"], "of_read": reload / raw["read"]}
-    return row
-
-
-def _demand_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = (
-        Column("tiers", "emptied"),
-        Column("held", "held", "bytes"),
-        Column("before", "RssAnon", "bytes"),
-        Column("after", "after", "bytes"),
-        Column("returned", "returned", "percent"),
-        Column("offload", "offload", "seconds"),
-        Column("written", "GB/s", ".2f"),
-        Column("of_write", "of raw", "percent"),
-        Column("reload", "reload", "seconds"),
-        Column("read", "GB/s", ".2f"),
-        Column("of_read", "of raw", "percent"),
-        Column("next", "next step", "seconds"),
-        Column("steady", "steady", "seconds"),
-    )
-    note = (
-        "held: by the tiers that are emptied; returned: of it, in the worst round; reload: until all that it fetches has "
-        "landed; GB/s: of what went to, and came from, the slower tier"
-    )
-    return Table("on demand", columns, tuple(rows), note)
-
-
 def _files(folders: Sequence[Path]) -> dict[str, Any]:
     return {"paths": [str(folder) for folder in folders]}
-
-
-def draw(report: Report) -> Figure:
-    """Memory and the tier above, the time of steps below, over steps."""
-    drawn, axes = figure("A training under pressure", rows=2, width=9, height=6.5)
-    steps, total = report.extra["steps"], report.options["machine"]
-    numbers = range(len(steps))
-    for name, colour, values in (
-        ("used, when a step began", COLOURS[1], [step["used"] for step in steps]),
-        ("what others have", COLOURS[6], [step["others"] for step in steps]),
-        ("the cpu tier", COLOURS[0], [step["cpu_extents"] * report.options["chunk"] / total for step in steps]),
-    ):
-        axes[0].step(numbers, [value * 100 for value in values], where="mid", label=name, color=colour)
-    for mark in (HIGH, LOW):
-        axes[0].axhline(mark * 100, linestyle=":", color="#333333", linewidth=1)
-    axes[0].set(ylabel="percent of memory", ylim=(0, None))
-    axes[1].plot(numbers, [step["seconds"] * 1e3 for step in steps], label="under pressure", color=COLOURS[0])
-    axes[1].plot(numbers, [step["undisturbed"] * 1e3 for step in steps], label="left alone", color=COLOURS[6])
-    axes[1].set(ylabel="ms of a step, writes included", xlabel="step", ylim=(0, None))
-    for axis in axes:
-        axis.legend(fontsize=8)
-    return drawn
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import CapacityError, LeaseError, PolicyError
-from tierstore.placement import LINE
+from tierstore.placement import ENOUGH_EXTENTS, LINE
 from tierstore.planning import plan_fetch
 from tierstore.relief import Relief
 from tierstore.stats import Relocation
+from tierstore.tiers import Tier
 
 _log = logging.getLogger("tierstore.relief")
 
@@ -59,18 +60,24 @@ class Parking(Relief):
             parked = self._what_is_parked(emptied, goal)
             if goal not in self.setup.tiers:
                 self._join(goal)
-            self._park(parked, {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}, homes)
+            sizes = {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}
+            self._park(parked, sizes, homes, self._passed(emptied, goal))
             done = Relocation(
                 self._moved_bytes() - moved, sum(room.values()) * self._extent_bytes, time.perf_counter() - began
             )
             self._tell_relocation("offload", f"{', '.join(emptied)} emptied into {goal}", done)
             return done
 
-    def _park(self, parked: _Parked, sizes: Mapping[str, int], homes: Mapping[int, str]) -> None:
-        """Empty tiers; what breaks off half-way is put right by whoever uses a chunk."""
+    def _park(
+        self, parked: _Parked, sizes: Mapping[str, int], homes: Mapping[int, str], passed: Sequence[Tier]
+    ) -> None:
+        """Empty tiers, over those that are passed; what breaks off half-way is put right by whoever uses a chunk."""
         before, self._parked = self._parked, parked
         try:
-            self._resize(sizes, homes)
+            lasting = {tier.name: tier.arena.lasting for tier in passed}
+            for tier in passed:
+                self._grow(tier, ENOUGH_EXTENTS)  # it may have been emptied before
+            self._resize({**lasting, **sizes}, homes)
         except BaseException:
             is_as_before = all(self._has(name) == size for name, size in parked.sizes.items())
             if is_as_before and all(self._ledger.home(chunk) == home for chunk, home in parked.homes.items()):
@@ -156,15 +163,30 @@ class Parking(Relief):
 
     def _homes_without(self, emptied: Sequence[str], goal: str) -> tuple[dict[int, str], int]:
         """Homes once chunks have theirs in `goal` that had it in emptied tiers; and others that lie there, for which
-        there is room in it."""
+        there is room in it, or which had theirs on the way. What has to pass a tier finds room in it."""
         homes = {chunk: self._ledger.home(chunk) for chunk in self._infos}
+        there = [chunk for place, chunk in self._ledger.valid_places().items() if place.tier in emptied]
+        passed = self._passed(emptied, goal)
         homes |= {chunk: goal for chunk, home in homes.items() if home in emptied}
+        homes |= {chunk: goal for chunk in there if homes[chunk] in {tier.name for tier in passed}}
         wanted = sum(home == goal for home in homes.values())
-        for place, chunk in self._ledger.valid_places().items():
-            if place.tier in emptied and homes[chunk] != goal and wanted < self._has(goal):
+        for chunk in there:
+            if homes[chunk] != goal and wanted < self._has(goal):
                 homes[chunk] = goal
                 wanted += 1
+        for tier in passed:
+            at_home = [chunk for chunk, home in homes.items() if home == tier.name]
+            in_the_way = at_home[: max(0, len(at_home) + ENOUGH_EXTENTS - tier.arena.lasting)]
+            homes |= dict.fromkeys(in_the_way, goal)
+            wanted += len(in_the_way)
+        if any(LINE.index(homes[chunk]) > LINE.index(goal) for chunk in there):
+            wanted += ENOUGH_EXTENTS
         return homes, wanted
+
+    def _passed(self, emptied: Sequence[str], goal: str) -> list[Tier]:
+        """The tiers between the fastest that is emptied and the one that takes what is in it."""
+        between = LINE[LINE.index(emptied[0]) + 1 : LINE.index(goal)]
+        return [self.setup.tiers[name] for name in between if name in self.setup.tiers]
 
     def _check_room(self, goal: str, wanted: int) -> None:
         has, most = self._has(goal), self.setup.given.get(goal)
