@@ -43,6 +43,7 @@ RUNS = (
     Run("checkpoint", draws=False),
     Run("retention", takes_folders=False),
     Run("predicted_vs_measured", draws=False),
+    Run("pressure"),
     Run("import_cost", takes_folders=False, draws=False),
 )
 

@@ -25,6 +25,8 @@ FIRST = (
     "memory",
     "checkpoint",
     "retention",
+    "predicted_vs_measured",
+    "pressure",
     "import_cost",
 )
 

@@ -18,6 +18,7 @@ from benchmarks import (
     in_backward,
     page,
     predicted_vs_measured,
+    pressure,
     retention,
     scaling,
     step_time,
@@ -111,9 +112,27 @@ class TestSmoke:
         assert [one.holds for one in report.checks[2:]] == [True] * 3  # memory
         assert report.verified.startswith("1.6 MB")
 
+    def test_pressure_moves_no_more_than_its_bound_and_leaves_every_bit_as_it_was(self, tmp_path: Path) -> None:
+        report = run(pressure.main, tmp_path, f"--folder={tmp_path}")
+        before, rising, high, falling, after = report.tables[0].rows
+        assert before["spilled"] == 0 and rising["spilled"] > 0 and falling["promoted"] + after["promoted"] > 0
+        assert high["extents"] < before["extents"] == after["extents"]
+        within, across, _ = report.tables[1].rows
+        assert within["changes"] == 0 and across["changes"] > 1
+        assert [check.holds for check in report.checks] == [
+            True,
+            True,
+            None,
+        ]  # kilobytes say nothing of memory returned
+        assert [row["tiers"] for row in report.tables[2].rows] == list(pressure.EMPTIED)
+        assert all(row["written"] > 0 and row["read"] > 0 for row in report.tables[3].rows)
+
 
 class TestPlots:
-    @pytest.mark.parametrize("main", [arithmetic.main, retention.main, scaling.main, step_time.main, swap_latency.main])
+    @pytest.mark.parametrize(
+        "main",
+        [arithmetic.main, pressure.main, retention.main, scaling.main, step_time.main, swap_latency.main],
+    )
     @pytest.mark.long
     def test_what_was_measured_is_drawn(self, main: Callable[..., None], tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")

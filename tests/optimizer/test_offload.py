@@ -108,6 +108,27 @@ def test_low_precision_state_comes_back_too(tmp_path: Path, master: str) -> None
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("capacity", ["auto", 12])
+@pytest.mark.parametrize("order", ["alternating", "fixed"])
+@pytest.mark.parametrize(("tiers", "to"), EMPTIED)
+@pytest.mark.parametrize("emptied_before", [None, ["cpu"], ["gpu"]])
+def test_what_is_emptied_finds_room_to_pass_in_tiers_that_are_full(
+    tmp_path: Path, emptied_before: list[str] | None, tiers: list[str], to: str | None, order: str, capacity: int | str
+) -> None:
+    """A cpu tier of just the homes there are had no extent to pass through, nor had one that was emptied already."""
+    twins = Twins(tmp_path, cpu=capacity, order=order)
+    twins.step()
+    before = twins.sizes()
+    if emptied_before is not None:
+        twins.mine.offload("nvme", emptied_before)
+    twins.mine.offload(to, tiers)
+    twins.check()
+    assert [twins.sizes()[tier] for tier in tiers] == [0] * len(tiers)
+    twins.mine.reload()
+    assert {tier: extents for tier, extents in twins.sizes().items() if extents} == before
+    twins.step()
+
+
 USES: dict[str, Callable[[Twins], Any]] = {
     "a step": lambda twins: twins.step(1),
     "a load": lambda twins: twins.mine.load_state_dict(twins.mine.state_dict()),
