@@ -70,16 +70,15 @@ def pressure_table(steps: Sequence[Seen]) -> Table:
         Column("rebalanced", "spills", "bytes"),
         Column("typical", "step", "seconds"),
         Column("largest", "largest", "seconds"),
-        Column("slower", "x before", ".2f"),
+        Column("slower", "x alone", ".2f"),
         Column("undisturbed", "alone", "seconds"),
     )
     following = iter(steps)
     phases = {name: list(itertools.islice(following, count)) for name, count in PHASES.items()}
     phases["before"] = phases["before"][SETTLED:]
-    usual = median([one.seconds for one in phases["before"]])
     rows = []
     for name, seen in phases.items():
-        largest = max(one.seconds for one in seen)
+        largest, usual = max(one.seconds for one in seen), median([one.undisturbed for one in seen])
         rows.append(
             {
                 "phase": name,
@@ -93,14 +92,14 @@ def pressure_table(steps: Sequence[Seen]) -> Table:
                 "typical": median([one.seconds for one in seen]),
                 "largest": largest,
                 "slower": largest / usual,
-                "undisturbed": median([one.undisturbed for one in seen]),
+                "undisturbed": usual,
             }
         )
     note = (
         "used: the most, of the machine, when a step began; cpu: extents of the tier in the end; spilled, promoted: "
         "chunks that had to leave it, extents it gained; moved: by all steps of the phase, which read and write what "
-        "the tier cannot keep; spills: what left as it shrank; x before: the largest over the median before; "
-        "alone: the median of a step without pressure, side by side"
+        "the tier cannot keep; spills: what left as it shrank; alone: the median of steps without "
+        "pressure, side by side; x alone: the largest over it"
     )
     return Table("under pressure", columns, tuple(rows), note)
 

@@ -128,7 +128,8 @@ def plan_rebalance(
         distance = int(now.used_bytes - limits.low * now.total_bytes)
         if is_over(now, limits):
             wanted = -(-distance // processes // holdings.extent_bytes)
-            done = plan_giving(holdings, tier, min(wanted, holdings.most_at_once), _over(now, limits), at_least=1)
+            extents = _whole_slabs(limits.slabs, wanted, holdings.most_at_once)
+            done = plan_giving(holdings, tier, extents, _over(now, limits), at_least=1)
         elif is_under(now, limits) and may_grow:
             spare = -distance // processes - limits.untouched_bytes
             done = _plan_taking(holdings, tier, spare // holdings.extent_bytes, _under(now, limits))
@@ -237,6 +238,16 @@ def _slabs_for(slabs: Sequence[int], extents: int) -> list[int]:
             break
         chosen.append(slab)
     return chosen
+
+
+def _whole_slabs(slabs: Sequence[int], extents: int, most: int) -> int:
+    """How many extents the newest slabs have that have so many, but not more than `most`; one slab at least."""
+    given = 0
+    for slab in slabs:
+        if given and (given >= extents or given + slab > most):
+            break
+        given += slab
+    return given
 
 
 def _stalls(pressure: Pressure) -> bool:
