@@ -172,7 +172,7 @@ def test_every_plan_fits_and_stays_within_its_bounds(
         bounds = now.limits[change.tier]
         if change.after < change.before:
             assert is_over(pressure[change.tier], bounds)
-            assert change.before - change.after < now.most_at_once + max(bounds.slabs)
+            assert change.before - change.after <= max(now.most_at_once, bounds.slabs[0])
         elif change.after > change.before:
             assert may_grow and is_under(pressure[change.tier], bounds)
             assert change.after <= bounds.most and change.after - change.before <= now.most_at_once
