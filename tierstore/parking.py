@@ -74,10 +74,10 @@ class Parking(Relief):
         """Empty tiers, over those that are passed; what breaks off half-way is put right by whoever uses a chunk."""
         before, self._parked = self._parked, parked
         try:
-            lasting = {tier.name: tier.arena.lasting for tier in passed}
+            last = {tier.name: tier.arena.lasting for tier in passed if tier.name not in sizes}
             for tier in passed:
                 self._grow(tier, ENOUGH_EXTENTS)  # it may have been emptied before
-            self._resize({**lasting, **sizes}, homes)
+            self._resize({**sizes, **last}, homes)  # in this order: what is passed shrinks last
         except BaseException:
             is_as_before = all(self._has(name) == size for name, size in parked.sizes.items())
             if is_as_before and all(self._ledger.home(chunk) == home for chunk, home in parked.homes.items()):
