@@ -248,7 +248,7 @@ def _side_by_side(
             for number in (0, 1) if step // 2 % 2 else (1, 0):
                 seconds[number] = (one, other)[number].step()
             after = one.stats()
-            found.append(_seen(before, after, share, *seconds, policy["chunk_size"]))
+            found.append(_seen(before, after, share, seconds[0], seconds[1], policy["chunk_size"]))
             before = after
         return found, one.verify("under pressure", other)
 

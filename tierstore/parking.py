@@ -63,21 +63,23 @@ class Parking(Relief):
             if goal not in self.setup.tiers:
                 self._join(goal)
             sizes = {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}
-            for tier in self._passed(emptied, goal):
-                sizes.setdefault(tier.name, tier.arena.lasting)
-                self._grow(tier, ENOUGH_EXTENTS)  # it may have been emptied before
-            self._park(parked, sizes, homes)
+            self._park(parked, sizes, homes, self._passed(emptied, goal))
             done = Relocation(
                 self._moved_bytes() - moved, sum(room.values()) * self._extent_bytes, time.perf_counter() - began
             )
             self._tell_relocation("offload", f"{', '.join(emptied)} emptied into {goal}", done)
             return done
 
-    def _park(self, parked: _Parked, sizes: Mapping[str, int], homes: Mapping[int, str]) -> None:
-        """Empty tiers; what breaks off half-way is put right by whoever uses a chunk."""
+    def _park(
+        self, parked: _Parked, sizes: Mapping[str, int], homes: Mapping[int, str], passed: Sequence[Tier]
+    ) -> None:
+        """Empty tiers, over those that are passed; what breaks off half-way is put right by whoever uses a chunk."""
         before, self._parked = self._parked, parked
         try:
-            self._resize(sizes, homes)
+            last = {tier.name: tier.arena.lasting for tier in passed if tier.name not in sizes}
+            for tier in passed:
+                self._grow(tier, ENOUGH_EXTENTS)  # it may have been emptied before
+            self._resize({**sizes, **last}, homes)  # in this order: what is passed shrinks last
         except BaseException:
             is_as_before = all(self._has(name) == size for name, size in parked.sizes.items())
             if is_as_before and all(self._ledger.home(chunk) == home for chunk, home in parked.homes.items()):

@@ -112,7 +112,10 @@ class TestSmoke:
         assert [one.holds for one in report.checks[2:]] == [True] * 3  # memory
         assert report.verified.startswith("1.6 MB")
 
-    def test_pressure_moves_no_more_than_its_bound_and_leaves_every_bit_as_it_was(self, tmp_path: Path) -> None:
+    def test_pressure_moves_no_more_than_its_bound_and_leaves_every_bit_as_it_was(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(speeds, "_MEASURED_ELEMENTS", 1 << 14)
         report = run(pressure.main, tmp_path, f"--folder={tmp_path}")
         before, rising, high, falling, after = report.tables[0].rows
         assert before["spilled"] == 0 and rising["spilled"] > 0 and falling["promoted"] + after["promoted"] > 0
