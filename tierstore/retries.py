@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from dataclasses import replace
 
 from tierstore.errors import ChecksumError, TransferError, TransferTimeoutError
 from tierstore.io import Engine, Operation
@@ -49,7 +48,7 @@ class Retries:
                 error.add_note(f"not tried again: {refused}")
                 operation.done(error)
 
-        self._io.submit(replace(operation, done=done))
+        self._io.submit(operation._replace(done=done))
 
     def _tell(self, operation: Operation, error: TransferError) -> None:
         self.count += 1

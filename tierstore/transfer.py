@@ -128,13 +128,16 @@ class TransferEngine:
         Returns None when there is none yet, or (with `wait`) none for `timeout` seconds though files are at rest: while
         something moves between them and memory it is the engine that knows how long is too long.
         """
-        while True:
+        while self._ended.empty():
+            if not wait:
+                return None
             left = self._seconds_left()
             try:
-                return self._ended.get(wait, timeout if left is None else left)
+                return self._ended.get(timeout=timeout if left is None else left)
             except queue.Empty:
-                if not wait or not self._goes_on(left):
+                if not self._goes_on(left):
                     return None
+        return self._ended.get()  # which only the thread that asks takes from
 
     def wait_for(self, ticket: Ticket, timeout: float | None) -> None:
         """Block until a transfer has landed. Raises what stopped it, or TransferTimeoutError as `next_ended` says."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import threading
@@ -133,7 +132,7 @@ def test_no_two_requests_under_way_share_memory(swap: Path) -> None:
                     busy.difference_update(pages)
                 operation.done(error)  # type: ignore[arg-type]
 
-            super().submit(dataclasses.replace(operation, done=done))
+            super().submit(operation._replace(done=done))
 
     assert measured(swap, Careful(), Budget(64 * MIB, PATIENCE_SECONDS)) is not None
     assert not busy

@@ -33,6 +33,7 @@ from tierstore.io.requests import (
     Operation,
     Progress,
     Request,
+    Sums,
     describe,
     failure,
     not_begun,
@@ -87,7 +88,8 @@ class Engine(abc.ABC):
         self.misread = 0  # requests whose bytes were right only when they were read once more
         self._request_size = request_size
         self._pid = os.getpid()
-        self._state = threading.Condition()
+        self._state = threading.RLock()
+        self._all_over = threading.Condition(self._state)
         self._under_way: dict[Progress, None] = {}  # the oldest first
         self._heard: dict[str, float] = {}  # when anything last came back on a path
         self._is_closed = False
@@ -166,7 +168,7 @@ class Engine(abc.ABC):
 
     def _wait_until_all_over(self, timeout: float | None) -> bool:
         with self._state:
-            return self._state.wait_for(lambda: not self._under_way, timeout)
+            return self._all_over.wait_for(lambda: not self._under_way, timeout)
 
     # -- for subclasses -----------------------------------------------------------------------------------------
 
@@ -192,8 +194,7 @@ class Engine(abc.ABC):
         is_first = not request.has_begun
         if not request.progress.begin_request(request, self.clock()):
             return False
-        operation = request.operation
-        if is_first and operation.sums is not None and operation.kind is Kind.WRITE:
+        if is_first and (operation := request.operation).sums is not None and operation.kind is Kind.WRITE:
             operation.sums[request.start] = checksum(request.whole)
         return True
 
@@ -204,30 +205,30 @@ class Engine(abc.ABC):
         """
         operation = request.operation
         self._heard[operation.path] = self.clock()
-        if -result in _RETRIED:
-            return self._is_fruitless(request, -result)
-        if result < 0:
-            request.progress.fail(failure(request, -result))
-            return True
-        if result == 0:
-            request.progress.fail(nothing_moved(request, 0))
-            return True
+        if result <= 0:
+            return self._is_over_without_bytes(request, -result)
         whole = result - (request.offset + result) % ALIGNMENT if operation.direct else result
         if whole <= 0:
             return self._is_fruitless(request, 0, partial=result)
         request.moved += whole
         request.fruitless = 0
-        return request.moved >= request.length and self._is_right(request)
+        return request.moved >= request.length and (operation.sums is None or self._is_right(request, operation.sums))
 
-    def _is_right(self, request: Request) -> bool:
+    def _is_over_without_bytes(self, request: Request, code: int) -> bool:
+        """Note a call that failed with an errno, or (0) moved nothing; True when that ends the request."""
+        if code in _RETRIED:
+            return self._is_fruitless(request, code)
+        request.progress.fail(failure(request, code) if code else nothing_moved(request, 0))
+        return True
+
+    def _is_right(self, request: Request, sums: Sums) -> bool:
         """Whether a request that moved all its bytes needs no second reading: the first may have gone wrong on its way.
 
         The second one that brings other bytes than were written is an error.
         """
-        operation = request.operation
-        if operation.sums is None or operation.kind is Kind.WRITE or request.progress.error is not None:
+        if request.operation.kind is Kind.WRITE or request.progress.error is not None:
             return True
-        found, expected = checksum(request.whole), operation.sums[request.start]
+        found, expected = checksum(request.whole), sums[request.start]
         if found == expected:
             if request.wrong_sum is not None:
                 with self._state:
@@ -281,7 +282,7 @@ class Engine(abc.ABC):
             with self._state:
                 del self._under_way[progress]
                 if not self._under_way:
-                    self._state.notify_all()  # who closes waits for the last one
+                    self._all_over.notify_all()  # who closes waits for the last one
 
     def _refuse_fork(self) -> None:
         if self._pid != os.getpid():
@@ -298,18 +299,17 @@ def _check(operation: Operation) -> None:
             f"a {describe(operation)} needs a writable, contiguous buffer of format 'B', "
             f"not readonly={buffer.readonly}, format={buffer.format!r}, contiguous={buffer.c_contiguous}"
         )
-    if operation.direct:
-        _check_alignment(operation)
+    if operation.direct and (_address(buffer) | operation.offset | len(buffer)) % ALIGNMENT:
+        raise _misaligned(operation)
 
 
-def _check_alignment(operation: Operation) -> None:
+def _misaligned(operation: Operation) -> AlignmentError:
     found = {"address": _address(operation.buffer), "offset": operation.offset, "length": len(operation.buffer)}
     wrong = [f"{name} {value} is {value % ALIGNMENT} over" for name, value in found.items() if value % ALIGNMENT]
-    if wrong:
-        raise AlignmentError(
-            f"a direct {describe(operation)} of {operation.path} must be aligned to {ALIGNMENT} bytes: "
-            f"{', '.join(wrong)}; align it, or open the file without O_DIRECT (tiers.nvme.io.direct: false)"
-        )
+    return AlignmentError(
+        f"a direct {describe(operation)} of {operation.path} must be aligned to {ALIGNMENT} bytes: "
+        f"{', '.join(wrong)}; align it, or open the file without O_DIRECT (tiers.nvme.io.direct: false)"
+    )
 
 
 def _address(buffer: memoryview) -> int:

@@ -8,6 +8,7 @@ threads when it ends, and `close` does not wait for one whose job does not come 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,8 +27,9 @@ class Crew(Generic[Job]):
     ) -> None:
         self._carry = carry
         self._lose = lose
-        self._news = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._waiting: deque[Job] = deque()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each job: much cheaper than a condition
         self._carried: dict[threading.Thread, Job] = {}
         self._death: BaseException | None = None  # of the last worker
         self._must_end = False
@@ -40,25 +42,28 @@ class Crew(Generic[Job]):
 
     def put(self, job: Job) -> None:
         """Take a job; it comes to `carry`, or at once to `lose` if nobody is left to carry it."""
-        with self._news:
+        with self._lock:
             death = RuntimeError("the workers were told to end") if self._must_end else self._death
             if death is None:
                 self._waiting.append(job)
-                self._news.notify()
-        if death is not None:
+        if death is None:
+            self._news.put(None)
+        else:
             self._lose(job, death)
 
     def carried(self) -> list[Job | None]:
         """What each worker is at; None for one that waits for a job."""
-        with self._news:
+        with self._lock:
             return [self._carried.get(worker) for worker in self._workers]
 
     def close(self, *, leave: Callable[[Job], bool]) -> None:
         """Carry what waits, and end; a worker whose job is to be left ends by itself, if ever."""
-        with self._news:
+        with self._lock:
             self._must_end = True
-            self._news.notify_all()
-            staying = [worker for worker in self._workers if worker in self._carried and leave(self._carried[worker])]
+            carried = {worker: job for worker, job in self._carried.items() if worker in self._workers}
+        for _ in self._threads:
+            self._news.put(None)  # whoever gets one when nothing waits any more ends
+        staying = [worker for worker, job in carried.items() if leave(job)]
         for worker in self._threads:
             if worker not in staying:
                 worker.join()
@@ -73,12 +78,11 @@ class Crew(Generic[Job]):
     def _carry_next(self) -> bool:
         """Carry a job; False when there will be no more. An idle worker keeps no job, nor memory of a caller's."""
         worker = threading.current_thread()
-        with self._news:
-            self._carried.pop(worker, None)
-            while not self._waiting and not self._must_end:
-                self._news.wait()
+        self._carried.pop(worker, None)
+        self._news.get()
+        with self._lock:
             if not self._waiting:
-                return False
+                return not self._must_end
             job = self._carried[worker] = self._waiting[0]
             self._waiting.popleft()
         self._carry(job)
@@ -87,7 +91,7 @@ class Crew(Generic[Job]):
     def _die(self, error: BaseException) -> None:
         """Hear that this worker cannot go on."""
         worker = threading.current_thread()
-        with self._news:
+        with self._lock:
             self._workers.remove(worker)
             job = self._carried.pop(worker, None)
             lost = [] if job is None or (self._waiting and self._waiting[0] is job) else [job]
@@ -95,9 +99,8 @@ class Crew(Generic[Job]):
                 self._death = error
                 lost += self._waiting
                 self._waiting.clear()
-            else:
-                self._news.notify()  # what had been told to this one
             left = len(self._workers)
+        self._news.put(None)  # this one may have got one, and carried nothing
         _log.error("the worker %s died, %d of its lane are left", worker.name, left, exc_info=error)
         for one in lost:
             self._lose(one, error)

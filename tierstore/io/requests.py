@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tierstore.errors import ChecksumError, TransferError, TransferTimeoutError
 
@@ -42,14 +43,14 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One whole transfer between a range of a file and host memory; `path` names the file, and its queue.
 
     The buffer is writable, contiguous and of format 'B'; it stays untouched by the caller until `done` was called.
     `direct` says that `fd` is open with O_DIRECT. `done` is called exactly once, from any thread, and should not block.
     If it hears of a TransferTimeoutError the system may go on reading from, or writing to, buffer and file, until
     `late` is called; of any other error, or none, it does not. `sums` are filled by a write and checked by a read.
+    (A tuple, as two are made for each transfer, in a third of the time of a frozen dataclass.)
     """
 
     kind: Kind
