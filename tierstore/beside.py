@@ -23,6 +23,7 @@ from tierstore.failures import tell_failure
 from tierstore.held import Groups, Held
 from tierstore.layout import Chunk, Layout
 from tierstore.members import is_sharded_like, refuse_what_no_rule_updates
+from tierstore.rules.kept import GroupOptions
 from tierstore.signals import standing_in
 from tierstore.update import Participant, StepWork
 
@@ -46,7 +47,8 @@ class Run:
         device: Device,
     ) -> None:
         self.binding = binding
-        self.work = StepWork(binding, {}, list(options), held.scratch, None, {}, frozenset())
+        read = [GroupOptions.of(binding.rule, one) for one in options]
+        self.work = StepWork(binding, {}, read, held.scratch, None, {}, frozenset())
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._main, name="tierstore backward", daemon=True)
         self._held = held

@@ -27,7 +27,7 @@ from tierstore.errors import TransferError
 from tierstore.kernels import self_test
 from tierstore.layout import Chunk, ChunkClass, Field, Span
 from tierstore.mapping import map_host_memory
-from tierstore.members import NONE, Member, WithState, local_of, needs_state, outline_of, survey
+from tierstore.members import NONE, Member, Unchanged, WithState, local_of, needs_state, outline_of, survey
 from tierstore.policy import TierPolicy
 from tierstore.records import (
     MASTER,
@@ -41,6 +41,7 @@ from tierstore.records import (
 )
 from tierstore.results import Results
 from tierstore.rules import Rule
+from tierstore.rules.kept import KeptOptions
 from tierstore.scratch import Scratch
 from tierstore.store import Use
 from tierstore.tensors import TieredStore
@@ -62,6 +63,7 @@ class Binding:
         with_state: WithState = NONE,
     ) -> None:
         self.members = survey(groups, rule, with_state)
+        self.unchanged = Unchanged(self.members, groups, rule)
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
         self.steps = StepCounts()
         self.unbegun: set[int] = set()  # of those, the ones whose state was without moments: the next step begins them
@@ -71,9 +73,11 @@ class Binding:
         self.policy = policy
         self._fields = tuple(state_fields(member, policy.state) for member in self.members)
         self.cuts = Cuts()
+        self.options = KeptOptions(rule)
         self.stateless = tuple(_without_records(self.members, self._fields))
         self.plant = blueprint.plant
         self.layout = blueprint.layout
+        self.uncut = frozenset(chunk.number for chunk in self.layout.chunks if self._is_uncut(chunk))
         self._infos = blueprint.infos
         self._chunk_bytes = blueprint.chunk_bytes
         setup = self.plant.build(blueprint.rooms(), blueprint.chunk_bytes)
@@ -126,8 +130,8 @@ class Binding:
         for number, group in enumerate(groups):
             asked, tier = self.rule.moments_of(group), group.get("tier")
             for parameter in group["params"]:
-                if position < len(members) and parameter is members[position].parameter:
-                    member, written = members[position], held.get(position) if held else None
+                if position < len(members) and parameter is (member := members[position]).parameter:
+                    written = held.get(position) if held else None
                     if member.group != number or not self._is_as_bound(member, asked, tier, written):
                         return False
                     position += 1
@@ -155,6 +159,10 @@ class Binding:
             and (member.is_covered or (written is None and not needs_state(member.parameter)))
             and (not written or all(name in member.moments for name in self.rule.moments if name in written))
         )
+
+    def _is_uncut(self, chunk: Chunk) -> bool:
+        """Whether all parameters in a chunk are there as a whole."""
+        return all(len(self.layout.spans_of[position]) == 1 for position in chunk.parameters)
 
     def keeps_state(self, position: int) -> bool:
         """Whether a parameter that has stepped has anything to show for it."""

@@ -55,10 +55,11 @@ def single_pass(options: object, pieces: Pieces) -> SinglePass | None:
 
     What it takes are long pieces of bfloat16 with float32 moments on the CPU. Compiling takes seconds, once.
     """
+    if not (pieces.remainders or pieces.masters):
+        return None
     firsts = (pieces.parameters[0], pieces.gradients[0])
     is_fit = (
-        bool(pieces.remainders or pieces.masters)
-        and all(tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" for tensor in firsts)
+        all(tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" for tensor in firsts)
         and all(tensors[0].dtype == torch.float32 for tensors in pieces.moments.values())
         and any(length >= LEAST_ELEMENTS for length in pieces.lengths())
     )

@@ -42,9 +42,9 @@ class StepCounts(MutableMapping[int, Tensor]):
 
     def advance(self, counts: Mapping[int, Tensor]) -> None:
         """Let counts be what these tensors, many of which may be one, are now."""
-        distinct = {id(count): count for count in counts.values()}
-        numbers = {key: count.item() for key, count in distinct.items()}
-        self._numbers.update({position: numbers[id(count)] for position, count in counts.items()})
+        keys = list(map(id, counts.values()))
+        numbers = {key: count.item() for key, count in dict(zip(keys, counts.values(), strict=True)).items()}
+        self._numbers.update(zip(counts, map(numbers.__getitem__, keys), strict=True))
         for position in self._given.keys() & counts.keys():
             self._given[position].fill_(self._numbers[position])
 

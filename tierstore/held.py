@@ -84,6 +84,19 @@ class Held:
         is_clear = self._handed.is_empty and not any(self.knows(groups, parameter) for parameter in self.aside)
         return is_clear and self.binding.is_current(groups)
 
+    def gradients_as_bound(self, groups: Groups) -> tuple[Binding, list[Tensor]] | None:
+        """The binding and the gradients of all its parameters, by position, if a step needs to look at nothing else.
+
+        So it is once all have state, as long as nobody has looked at state or changed what the groups hold.
+        """
+        binding, handed = self.binding, self._handed
+        if binding is None or handed is None or self.pending is not None or self.aside or not handed.is_empty:
+            return None
+        if binding.policy.free_gradients:
+            return None  # a list of them all would keep them
+        gradients = binding.unchanged.gradients(groups)
+        return None if gradients is None else (binding, gradients)
+
     def check_fits(self, groups: Groups, with_state: WithState = NONE) -> None:
         """Find out before training whether all state will find room; later, for parameters that may still change.
 

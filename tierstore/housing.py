@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -233,11 +233,11 @@ class Housing(Guarded):
 
     def _plan(self, order: Sequence[int], upcoming: Sequence[int]) -> Plan:
         """Plan a run; there is nothing to plan while all chunks of this one and the next are where they are used."""
-        if self._are_in_place(order) and self._are_in_place(upcoming):
+        if self._are_in_place(order) and self._are_in_place(set(upcoming).difference(order)):
             return Plan(tuple(map(Update, order)))
         return plan_step(order, upcoming, self._views(), self._traffic.wait_for_room(), self._line)
 
-    def _are_in_place(self, chunks: Sequence[int]) -> bool:
+    def _are_in_place(self, chunks: Iterable[int]) -> bool:
         bound_for, infos = self._ledger.bound_for, self._infos
         return all(bound_for(chunk) == infos[chunk].compute for chunk in chunks)
 

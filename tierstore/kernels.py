@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +43,7 @@ Formula = Callable[[Pieces], None]
 """What is done to plain pieces: a rule's update, or one pass of it, with the group's options."""
 
 
-@dataclass(frozen=True, slots=True)
-class Manner:
+class Manner(NamedTuple):
     """How pieces are updated, besides by their formula.
 
     `check_parameters`: where a low-precision parameter is not what its master casts to, it was changed by someone else,
@@ -93,7 +91,7 @@ def _update_tiles(pieces: Pieces, dtype: torch.dtype, device: torch.device, form
     left = iter(list(pieces.tiles(most)))  # whoever is done with one takes the next; `next` of a list is one operation
 
     def take_turns(scratch: Scratch) -> None:
-        own = replace(manner, scratch=scratch)
+        own = manner._replace(scratch=scratch)
         for tile in left:
             _update_tile(tile, dtype, device, formula, own)
 

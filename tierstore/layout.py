@@ -109,6 +109,17 @@ class Chunk:
         return round_up(self.cls.bytes_of(self.elements), RECORD_ALIGNMENT)
 
     @cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """The parameter of each span."""
+        return tuple(span.parameter for span in self.spans)
+
+    @cached_property
+    def group(self) -> int | None:
+        """The group that all spans are of; None if they are of several."""
+        groups = {span.group for span in self.spans}
+        return groups.pop() if len(groups) == 1 else None
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether parameters and state are of one dtype, and updated on the CPU, where both are."""
         cls = self.cls

@@ -72,7 +72,7 @@ class NormedWork(StepWork):
 
     def _measure(self, pieces: Pieces, group: int, spans: Sequence[Span]) -> None:
         """Measure some spans; where one is a parameter's last, make its scale."""
-        rule, options = self._rule, self.options[group]
+        rule, options = self._rule, self.options[group].numbers
         found: list[Tensor] = []
         update(pieces, lambda tile: found.extend(rule.measure(tile, options)), self.manner(as_whole=False))
         blocks = torch.cat(found).split_with_sizes([blocks_of(span.length) for span in spans])
@@ -86,7 +86,7 @@ class NormedWork(StepWork):
 
     def _change(self, pieces: Pieces, group: int, spans: Sequence[Span]) -> None:
         """Change some spans of parameters that are measured whole."""
-        rule, options = self._rule, self.options[group]
+        rule, options = self._rule, self.options[group].numbers
         pieces = pieces._replace(scales=[self._scales[span.parameter] for span in spans])
         update(pieces, lambda tile: rule.apply(tile, options), self.manner(as_whole=False))
         for span in spans:

@@ -40,7 +40,7 @@ from tierstore.state_dicts import check_and_wrap, materialise_entries, unwrap
 from tierstore.state_view import StateView, Views, let_go
 from tierstore.states import check_states, materialise
 from tierstore.tensors import TieredStore
-from tierstore.update import Participant, StepWork, participants_of
+from tierstore.update import Participant, StepWork, all_of, participants_of
 
 _KEPT = ("_step_supports_amp_scaling",)
 
@@ -97,12 +97,14 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
                 f"{type(self).__name__}.step() reads and writes files: it cannot be captured in a CUDA graph"
             )
         with self._wait_for_backward() as early, self._held.alone():
-            taking_part, again = self._taking_part()
-            if early is not None:
-                for position in early.participants:
-                    taking_part.pop(id(early.binding.members[position].parameter), None)
-            if taking_part and not self._is_skipped():
-                self._step(taking_part, again, early)
+            for group in self.param_groups:
+                self._refuse_what_cannot_be_honoured(group)
+            as_bound = self._held.gradients_as_bound(self.param_groups) if early is None else None
+            if as_bound is None:
+                self._look_and_step(early)
+            elif not self._is_skipped():
+                binding, gradients = as_bound
+                self._update(all_of(binding, gradients), binding, None, are_plain=True)
             self._held.finish_capture()
         self._watch_gradients()
         self._held.end_step()
@@ -135,6 +137,15 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
         if error is not None:
             raise error
 
+    def _look_and_step(self, early: StepWork | None) -> None:
+        """Step with whatever has gradients now, besides what was updated early."""
+        taking_part, again = self._taking_part()
+        if early is not None:
+            for position in early.participants:
+                taking_part.pop(id(early.binding.members[position].parameter), None)
+        if taking_part and not self._is_skipped():
+            self._step(taking_part, again, early)
+
     def _step(self, taking_part: Mapping[int, Tensor], again: Counter[int], early: StepWork | None) -> None:
         binding, handed = self._held.bound_inside(self.param_groups)
         if binding.policy.free_gradients and again:
@@ -155,7 +166,6 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
         found: dict[int, Tensor] = {}
         again: Counter[int] = Counter()
         for group in self.param_groups:
-            self._refuse_what_cannot_be_honoured(group)
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if gradient is None:
@@ -180,11 +190,18 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _update(self, participants: dict[int, Participant], binding: Binding, early: StepWork | None) -> None:
+    def _update(
+        self,
+        participants: dict[int, Participant],
+        binding: Binding,
+        early: StepWork | None,
+        *,
+        are_plain: bool = False,
+    ) -> None:
         """Run the chunks of all participants through the store; `early` was updated beside backward."""
         work_type = NormedWork if isinstance(self.rule, NormedRule) else StepWork
         scratch, grad_scale = self._held.scratch, getattr(self, "grad_scale", None)
-        work = work_type.of(binding, participants, self.param_groups, scratch, grad_scale)
+        work = work_type.of(binding, participants, self.param_groups, scratch, grad_scale, are_plain=are_plain)
         chunks = [chunk.number for chunk in binding.layout.chunks]
         if self._backward is not None:
             chunks = self._backward.order_of(binding)

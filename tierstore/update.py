@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor
 from tierstore.binding import Binding
 from tierstore.compiled import SinglePass, single_pass
 from tierstore.cuts import Fields
-from tierstore.kernels import Manner, begin, update
+from tierstore.kernels import LOW_PRECISION, Manner, begin, update
 from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
 from tierstore.masters import REMAINDER, TIE
 from tierstore.members import local_of, sharded_like
 from tierstore.records import MASTER
 from tierstore.rules import Pieces, step_count
+from tierstore.rules.kept import GroupOptions
 from tierstore.scratch import Scratch
 
 
@@ -73,17 +75,24 @@ def participants_of(
     return participants
 
 
+def all_of(binding: Binding, gradients: Sequence[Tensor]) -> dict[int, Participant]:
+    """All parameters with these gradients, by position, each of them plain and there once."""
+    make = partial(tuple.__new__, Participant)  # as its own constructor, but for being Python
+    return dict(enumerate(map(make, zip(binding.unchanged.parameters, gradients, repeat(1), repeat(True)))))
+
+
 @dataclass
 class StepWork:
     """One step's gradients and options, and how a chunk is updated with them."""
 
     binding: Binding
     participants: dict[int, Participant]
-    options: list[Any]  # of each group
+    options: list[GroupOptions]
     scratch: Scratch
     grad_scale: Tensor | None
     steps: dict[int, Tensor]  # what the step counts will be
     new: frozenset[int]  # those that have no state yet
+    odd: set[int] = field(default_factory=set)  # those that cannot be updated as they are, in one go with all others
     begun: set[int] = field(default_factory=set)  # of those without state
     kept: frozenset[int] = frozenset()  # those whose gradients stay until somebody lets go of them
     finished: set[int] = field(default_factory=set)
@@ -97,28 +106,30 @@ class StepWork:
         groups: Sequence[Mapping[str, Any]],
         scratch: Scratch,
         grad_scale: Tensor | None,
+        *,
+        are_plain: bool = False,
     ) -> Self:
-        """Prepare a step; changes nothing."""
-        options = [binding.rule.options(group) for group in groups]
-        before = binding.steps.numbers()
-        new, steps = frozenset(participants.keys() - before.keys()), _advanced(before, participants)
-        return cls(binding, participants, options, scratch, grad_scale, steps, new)
-
-    @cached_property
-    def takes_any_shape(self) -> list[bool]:
-        """Of each group, whether the formula goes by memory alone."""
-        return [self.binding.rule.takes_any_shape(one) for one in self.options]
+        """Prepare a step; changes nothing. `are_plain`: all participants are, and occur once."""
+        options, before = binding.options.of(groups), binding.steps.numbers()
+        new = frozenset(participants.keys() - before.keys())
+        odd = set() if are_plain else {key for key, one in participants.items() if not one.is_plain or one.times > 1}
+        odd |= new | binding.unbegun
+        steps = _advanced(before, participants) if odd else _all_advanced(before, participants)
+        return cls(binding, participants, options, scratch, grad_scale, steps, new, odd)
 
     def admit(self, position: int, participant: Participant) -> None:
         """Let one more parameter take part, before any chunk of its is used."""
         count = self.binding.steps.number(position)
         self.participants[position] = participant
+        self.odd.add(position)
         self.steps[position] = step_count(participant.times + (count or 0.0))
         if count is None:
             self.new |= {position}
 
     def order(self, chunks: Iterable[int]) -> list[int]:
         """Of chunks, in the order of this step, those to be run, a chunk as often as it is needed."""
+        if len(self.participants) == len(self.binding.members):
+            return list(chunks)
         return [number for number in chunks if self._takes_part(self.binding.layout.chunks[number])]
 
     def use(self, number: int, record: Tensor, is_fresh: bool) -> None:
@@ -169,36 +180,62 @@ class StepWork:
     def _begins(self, position: int) -> bool:
         """Whether the step leaves a parameter with moments."""
         member = self.binding.members[position]
-        return bool(member.moments) and self.binding.rule.begins_moments(self.options[member.group])
+        return bool(member.moments) and self.binding.rule.begins_moments(self.options[member.group].numbers)
 
     def _takes_part(self, chunk: Chunk) -> bool:
         """Whether any parameter in the chunk has a gradient."""
-        return any(span.parameter in self.participants for span in chunk.spans)
+        return not self.participants.keys().isdisjoint(chunk.parameters)
 
     def _update(self, chunk: Chunk, fields: Fields) -> None:
         """Update the spans of a chunk whose record has been cut into fields."""
+        if chunk.group is not None and self._is_simple(chunk, chunk.group):
+            pieces, options = self._all_pieces_of(chunk, fields), self.options[chunk.group].numbers
+            self.binding.rule.update(pieces, options, is_first=False, grad_scale=self.grad_scale)
+            self.finished.update(chunk.parameters)
+            return
         for alike, numbers in self.batches_of(chunk).items():
-            pieces = self.pieces_of(chunk, fields, numbers, as_is=self.takes_any_shape[alike.group])
+            pieces = self.pieces_of(chunk, fields, numbers, as_is=self.options[alike.group].takes_any_shape)
             if alike.is_new and alike.turn == 0:
                 begin(pieces)
             self._apply(self._in_turn(pieces, chunk, alike, numbers), alike.group, is_first=alike.is_first)
         if not self._flat and not self.binding.policy.free_gradients:  # all were updated as they are, whole
-            self.finished.update(span.parameter for span in chunk.spans if span.parameter in self.participants)
+            self.finished.update(self.participants.keys() & chunk.parameters)
             return
         for span in chunk.spans:
             if span.parameter in self.participants:
                 self.end_span(span)
 
+    def _is_simple(self, chunk: Chunk, group: int) -> bool:
+        """Whether all parameters in a chunk, which are of one group, are updated whole, as they are, in one go.
+
+        So it is with nearly all chunks of small parameters, in nearly all steps.
+        """
+        return (
+            chunk.number in self.binding.uncut
+            and chunk.is_plain
+            and chunk.cls.dtype not in LOW_PRECISION  # which a formula is given in tiles
+            and self.options[group].takes_any_shape
+            and self.odd.isdisjoint(chunk.parameters)
+            and all(map(self.participants.__contains__, chunk.parameters))
+            and not self.binding.policy.free_gradients
+        )
+
+    def _all_pieces_of(self, chunk: Chunk, fields: Fields) -> Pieces:
+        """All spans of a simple chunk."""
+        taking_part = map(self.participants.__getitem__, chunk.parameters)
+        parameters, gradients, _, _ = map(list, zip(*taking_part, strict=True))
+        return Pieces(parameters, gradients, dict(fields), [], list(map(self.steps.__getitem__, chunk.parameters)))
+
     def _in_turn(self, pieces: Pieces, chunk: Chunk, alike: _Alike, numbers: Sequence[int]) -> Pieces:
         """Count the steps of parameters that occur more than once turn by turn, if the formula does."""
-        if not self.binding.rule.counts_turns(self.options[alike.group]):
+        if not self.binding.rule.counts_turns(self.options[alike.group].numbers):
             return pieces
         left = [self.participants[chunk.spans[number].parameter].times - 1 - alike.turn for number in numbers]
         return pieces._replace(steps=[step - more for step, more in zip(pieces.steps, left, strict=True)])
 
     def _apply(self, pieces: Pieces, group: int, *, is_first: bool) -> None:
         """Give pieces of one group to the rule."""
-        rule, options = self.binding.rule, self.options[group]
+        rule, options = self.binding.rule, self.options[group].numbers
         formula = partial(rule.update, options=options, is_first=is_first, grad_scale=self.grad_scale)
         single = single_pass(options, pieces) if self.grad_scale is None else None
         update(pieces, formula, self.manner(as_whole=rule.is_one_pass(options), single=single, in_any_order=True))
@@ -335,3 +372,13 @@ def _advanced(before: Mapping[int, float], participants: Mapping[int, Participan
     after = {position: before.get(position, 0.0) + one.times for position, one in participants.items()}
     tensors = {count: step_count(count) for count in set(after.values())}
     return {position: tensors[count] for position, count in after.items()}
+
+
+def _all_advanced(before: Mapping[int, float], participants: Mapping[int, Participant]) -> dict[int, Tensor]:
+    """The same where all have state and occur once: nearly always their counts are equal, and no loop is needed."""
+    counts = set(map(before.__getitem__, participants))
+    return (
+        dict.fromkeys(participants, step_count(counts.pop() + 1))
+        if len(counts) == 1
+        else _advanced(before, participants)
+    )

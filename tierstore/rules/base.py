@@ -52,8 +52,9 @@ class Pieces(NamedTuple):
         """Whether parameters, gradients and state are of one dtype and device, so that a formula can work on them."""
         if self.masters or self.remainders:
             return False
-        precision = self.precision
-        return all((tensor.dtype, tensor.device) == precision for tensor in (self.parameters[0], self.gradients[0]))
+        dtype, device = self.precision
+        value, gradient = self.parameters[0], self.gradients[0]
+        return value.dtype == gradient.dtype == dtype and value.device == gradient.device == device
 
     def lengths(self) -> list[int]:
         """The number of elements of each."""
