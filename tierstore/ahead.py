@@ -16,10 +16,13 @@ from torch import Tensor
 
 from tierstore.cores import on_one_core
 from tierstore.guard import WORKER_PREFIX
+from tierstore.layout import RECORD_ALIGNMENT
 from tierstore.mapping import map_host_memory
 
 BUFFERS = 3
 """One is emptied, one is filled, and one waits between."""
+LEAST_BYTES = 8 << 20
+"""Of all buffers: who fills small ones reads for many at once, and they are what is emptied meanwhile."""
 
 Fill = Callable[[Tensor], None]
 
@@ -29,7 +32,9 @@ class ReadAhead:
 
     def __init__(self, fills: Iterable[Fill], buffer_bytes: int) -> None:
         self._fills = iter(fills)
-        self._free = [map_host_memory(buffer_bytes) for _ in range(BUFFERS)]
+        size = max(buffer_bytes, RECORD_ALIGNMENT)
+        count = max(BUFFERS, LEAST_BYTES // size)
+        self._free = list(map_host_memory(count * size).view(count, size).unbind())
         self._filled: deque[Tensor] = deque()
         self._given: Tensor | None = None
         self._error: BaseException | None = None

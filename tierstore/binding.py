@@ -253,8 +253,13 @@ class Binding:
         """
         self.rewrite(values, Scatter(values, self.members, self._scratch).into)
 
-    def rewrite(self, positions: Iterable[int], into: Callable[[Chunk, Tensor], None]) -> None:
-        """Give each chunk that holds any of the parameters to `into`, with its record, to be changed as in a step."""
+    def rewrite(
+        self, positions: Iterable[int], into: Callable[[Chunk, Tensor], None], *, is_whole: bool = False
+    ) -> None:
+        """Give each chunk that holds any of the parameters to `into`, with its record, to be changed as in a step.
+
+        `is_whole`: every byte of every record is written, and what was in it is of no use.
+        """
         chunks = {chunk.number: chunk for chunk in self.chunks_of(positions)}
 
         def use(number: int, record: Tensor, is_fresh: bool) -> None:
@@ -262,7 +267,7 @@ class Binding:
             self.plant.launch(chunk.cls.compute, lambda: into(chunk, record))
 
         if chunks:
-            self.run(list(chunks), (), use, is_step=False)
+            self.run(list(chunks), (), use, is_step=False, zeroes=not is_whole)
 
     def run(
         self,
@@ -272,12 +277,13 @@ class Binding:
         *,
         is_step: bool,
         ready: Callable[[int], None] | None = None,
+        zeroes: bool = True,
     ) -> None:
         """Run chunks through the store; all launched work is done, or visible to what follows, at the end."""
         self._in_record = None
         if self._capture is not None:
             use = self._capture.before(use)
-        self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step, ready=ready)
+        self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step, ready=ready, zeroes=zeroes)
 
     def capture_of(self, wanted: Wanted) -> Capture:
         """Prepare to copy out state as it is when `begin_capture` is called."""

@@ -86,11 +86,14 @@ class Execution:
         finish: Callable[[], None] | None = None,
         ready: Callable[[int], None] | None = None,
         replan: Callable[[], Plan] | None = None,
+        *,
+        zeroes: bool = True,
     ) -> StepStats:
         """Issue, wait and use in the plan's order, then `finish`; return what that took and what it moved.
 
         Time in `ready`, which is called before each use and waits for what the use needs, counts as none of it. When a
-        write fails for good, which voids the plan, `replan` gives another, of the uses that are left.
+        write fails for good, which voids the plan, `replan` gives another, of the uses that are left. Fresh records are
+        zeroed, unless (`zeroes` false) uses write every byte of theirs.
         """
         traffic, trace, began = self._traffic, self._traffic.trace, time.perf_counter()
         self.used = []
@@ -98,7 +101,7 @@ class Execution:
         tally = _Tally()
         while True:
             try:
-                self._carry_out(plan, use, ready, tally)
+                self._carry_out(plan, use, ready, tally, zeroes)
                 break
             except FailedWriteError:
                 if replan is None:
@@ -114,7 +117,9 @@ class Execution:
         update_seconds = ended - began - tally.not_ready_seconds - reads - writes
         return StepStats(1, update_seconds, reads, writes, tally.bytes_read, tally.bytes_written)
 
-    def _carry_out(self, plan: Plan, use: Use, ready: Callable[[int], None] | None, tally: _Tally) -> None:
+    def _carry_out(
+        self, plan: Plan, use: Use, ready: Callable[[int], None] | None, tally: _Tally, zeroes: bool
+    ) -> None:
         traffic, trace, files = self._traffic, self._traffic.trace, self._traffic.striping
         for action in plan.actions:
             break_point()
@@ -129,7 +134,7 @@ class Execution:
                     paused = time.perf_counter()
                     ready(action.chunk)
                     tally.not_ready_seconds += time.perf_counter() - paused
-                self._use(action.chunk, use, trace)
+                self._use(action.chunk, use, trace, zeroes)
 
     def _hear(self, stats: StepStats) -> None:
         """Let it be decided whether the next step leaves a core free."""
@@ -163,9 +168,9 @@ class Execution:
             self._small_pages = ranges, lies_on_small_pages(ranges)
         return self._small_pages[1]
 
-    def _use(self, chunk: int, use: Use, trace: Trace | None) -> None:
+    def _use(self, chunk: int, use: Use, trace: Trace | None, zeroes: bool) -> None:
         """Lease, use and release one chunk."""
-        record, is_fresh = self.begin_use(chunk)
+        record, is_fresh = self.begin_use(chunk, zeroes=zeroes)
         began = time.perf_counter() if trace is not None else 0.0
         self.used.append(chunk)
         try:
@@ -175,8 +180,8 @@ class Execution:
         if trace is not None:
             trace.add(CONTROL, f"update {chunk}", began, time.perf_counter(), chunk=chunk, bytes=record.numel())
 
-    def begin_use(self, chunk: int) -> tuple[Tensor, bool]:
-        """Wait for the chunk, or make it; hold it, and view its record."""
+    def begin_use(self, chunk: int, *, zeroes: bool = True) -> tuple[Tensor, bool]:
+        """Wait for the chunk, or make it (of zeroes, or of any bytes); hold it, and view its record."""
         is_fresh = False
         if self._traffic.is_under_way(chunk):
             try:
@@ -189,7 +194,7 @@ class Execution:
         place = self._traffic.ledger.lease(chunk)
         tier = self._traffic.memory(place.tier)
         record = tier.bytes_at(place.extent, self._infos[chunk].record_bytes)
-        if is_fresh:
+        if is_fresh and zeroes:
             try:
                 tier.device.launch(lambda: _zero(record))
             except BaseException:

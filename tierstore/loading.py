@@ -166,7 +166,8 @@ class Filling:
         chunks = binding.chunks_of(self._entries)
         fills = (partial(self._fill, chunk) for chunk in chunks)
         with ReadAhead(fills, max((chunk.record_bytes for chunk in chunks), default=0)) as ahead:
-            binding.rewrite(self._entries, partial(self._put, ahead))
+            is_whole = all(map(self._is_whole, chunks))
+            binding.rewrite(self._entries, partial(self._put, ahead), is_whole=is_whole)
         for position in self._numbers:
             binding.unbegun.discard(position)
             binding.steps.pop(position, None)
@@ -175,10 +176,14 @@ class Filling:
             if not binding.rule.needed and not any(name in entry.fields for name in binding.rule.moments):
                 binding.unbegun.add(position)
 
+    def _is_whole(self, chunk: Chunk) -> bool:
+        """Whether all that is in a chunk is loaded."""
+        return self._entries.keys() >= set(chunk.parameters)
+
     def _put(self, ahead: ReadAhead, chunk: Chunk, record: Tensor) -> None:
         """Copy what was read for a chunk into its record; leave what is not loaded as it is."""
         read = ahead.wait_for_next()
-        if all(span.parameter in self._entries for span in chunk.spans):
+        if self._is_whole(chunk):
             record[: chunk.record_bytes].copy_(read[: chunk.record_bytes])
         else:
             for span in chunk.spans:

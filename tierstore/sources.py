@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from tierstore.checkpoint.entries import Entry
+from tierstore.mapping import map_host_memory
 from tierstore.results import Results
 
 WINDOW_BYTES = 4 << 20
@@ -42,6 +42,7 @@ class Source:
         self.reader = reader
         self._results = results
         self._windows: dict[str, tuple[int, Tensor]] = {}  # the same: elements from one on
+        self._buffers: dict[str, Tensor] = {}
         self._reordered: dict[str, Tensor] = {}  # fields of the tensor that was read last
         self._of: tuple[str, int, tuple[int, ...]] | None = None
 
@@ -71,12 +72,19 @@ class Source:
             first = start + done - begin
             if not 0 <= first < len(values):
                 begin, first = start + done, 0
-                values = torch.empty(min(size, entry.numel - begin), dtype=into.dtype, device="cpu")
+                self._windows.pop(field, None)  # whose memory is filled anew, or only in part if that fails
+                values = self._memory(field).view(into.dtype)[: min(size, entry.numel - begin)]
                 self.reader.read(section, number, field, begin, values)
                 self._windows[field] = begin, values
             count = min(len(into) - done, len(values) - first)
             into[done : done + count].copy_(values[first : first + count])
             done += count
+
+    def _memory(self, field: str) -> Tensor:
+        """Of a field's window, used again for the next: new memory takes longer to touch than to read."""
+        if field not in self._buffers:
+            self._buffers[field] = map_host_memory(WINDOW_BYTES)
+        return self._buffers[field]
 
     def _reorder(self, section: str, number: int, field: str, entry: Entry, strides: Sequence[int]) -> Tensor:
         stored = self._results.allocate(entry.numel, entry.fields[field])

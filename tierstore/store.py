@@ -102,10 +102,12 @@ class ChunkStore(Parking):
         finish: Callable[[], None] | None = None,
         is_step: bool = True,
         ready: Callable[[int], None] | None = None,
+        zeroes: bool = True,
     ) -> None:
         """Bring each chunk of `order` to where it is used and call `use(chunk, record, is_fresh)`, in that order.
 
-        The record is zeroed if fresh; `use` launches its work on the tier's device and must not keep the tensor.
+        A fresh record is zeroed, or (`zeroes` false) of any bytes, for uses that write all of theirs; `use` launches
+        its work on the tier's device and must not keep the tensor.
         `finish` is called last and belongs to the run: an error of launched work that it raises breaks the run off.
         `ready(chunk)` is called before each use, and may wait or raise: the chunk then counts as not used.
         `upcoming` is the order expected next time; `is_step` counts the run in `stats().step`. Raises CapacityError
@@ -123,7 +125,7 @@ class ChunkStore(Parking):
                 self._adapt()
             self._refuse_unreadable(order)
             with self._running():
-                self._execute(order, upcoming, use, finish, ready, is_step=is_step)
+                self._execute(order, upcoming, use, finish, ready, is_step=is_step, zeroes=zeroes)
 
     @contextlib.contextmanager
     def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
@@ -215,6 +217,7 @@ class ChunkStore(Parking):
         ready: Callable[[int], None] | None = None,
         *,
         is_step: bool = False,
+        zeroes: bool = True,
     ) -> None:
         """Plan a run and carry it out; anew from where chunks are then, if a failed write voids the plan.
 
@@ -230,7 +233,7 @@ class ChunkStore(Parking):
             if is_step:
                 self._traffic.recorder.record_step(self._execution.step(plan, use, finish, ready, replan))
             else:
-                self._execution.run(plan, use, finish, ready, replan)
+                self._execution.run(plan, use, finish, ready, replan, zeroes=zeroes)
         except BaseException as error:
             self._break_off(self._execution.used, error)
             raise
