@@ -6,7 +6,6 @@ its limit, then files by no more than is needed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -54,13 +53,20 @@ def with_enough_nvme(
     """Enlarge nvme by as few slabs as will do. More room there never leaves less elsewhere, once chunks pass at all."""
     in_memory = sum(room.extents for tier, room in rooms.items() if tier != "nvme" and room.homes)
     least = _at_least(rooms["nvme"], len(needs) - in_memory, slab, None).extents
-    for extents in itertools.count(least, slab):
-        grown = {**rooms, "nvme": replace(rooms["nvme"], extents=extents)}
+
+    def grown_by(slabs: int) -> dict[str, Room]:
+        grown = {**rooms, "nvme": replace(rooms["nvme"], extents=least + slabs * slab)}
+        place_homes(needs, grown, order=order, extent_bytes=extent_bytes)
+        return grown
+
+    few, enough = -1, max(0, -(-(len(needs) + 1 - least) // slab))
+    grown = grown_by(enough)
+    while enough - few > 1:  # `few` are too few, and `enough` are enough
+        middle = (few + enough) // 2
         try:
-            place_homes(needs, grown, order=order, extent_bytes=extent_bytes)
+            grown = grown_by(middle)
         except CapacityError:
-            if extents > len(needs):
-                raise
+            few = middle
         else:
-            return grown
-    raise AssertionError("unreachable")
+            enough = middle
+    return grown

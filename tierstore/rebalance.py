@@ -125,13 +125,14 @@ def plan_rebalance(
         if tier not in holdings.limits or tier not in pressure:
             continue
         now, limits = pressure[tier], holdings.limits[tier]
+        sharing = processes if tier == "cpu" else 1  # a device is one process's own
         distance = int(now.used_bytes - limits.low * now.total_bytes)
         if is_over(now, limits):
-            wanted = -(-distance // processes // holdings.extent_bytes)
+            wanted = -(-distance // sharing // holdings.extent_bytes)
             extents = _whole_slabs(limits.slabs, wanted, holdings.most_at_once)
             done = plan_giving(holdings, tier, extents, _over(now, limits), at_least=1)
         elif is_under(now, limits) and may_grow:
-            spare = -distance // processes - limits.untouched_bytes
+            spare = -distance // sharing - limits.untouched_bytes
             done = _plan_taking(holdings, tier, spare // holdings.extent_bytes, _under(now, limits))
         else:
             continue
