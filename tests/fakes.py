@@ -516,6 +516,7 @@ class HonestDevice:
     """
 
     torch_device = torch.device("cpu")
+    takes_memory_at_once = False
 
     def __init__(self, seed: int = 0, *, schedule: Schedule | None = None, name: str = "honest") -> None:
         self.name = name
@@ -744,7 +745,7 @@ class RandomProbe:
 
     def measure(self) -> dict[str, Pressure]:
         """Another pressure each time; the disks are empty."""
-        found = {tier: Pressure(self._chance.randint(0, 1 << 20), 1 << 20, "drawn") for tier in ("gpu", "cpu")}
+        found = {tier: Pressure(self._chance.randint(0, 1 << 40), 1 << 40, "drawn") for tier in ("gpu", "cpu")}
         return {**found, "nvme": Pressure(0, 1 << 40, "an empty disk")}
 
     measure_now = measure

@@ -43,10 +43,10 @@ from tierstore.probes import Probe
 from tierstore.rates import Rates
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, Setup
-from tierstore.swapping import folders_of, io_stats, open_file_tier, open_nvme_engine, wants_direct
+from tierstore.swapping import folders_of, io_stats, open_file_tier, open_nvme_engine, tell_rates, wants_direct
 from tierstore.tiers import FileTier, MemoryTier, Tier
 from tierstore.transfer import TransferEngine
-from tierstore.tuning import Tuning, per_second, tune
+from tierstore.tuning import Tuning, tune
 
 EXTENTS_GROWN = 16
 BYTES_GROWN = 4 << 20
@@ -172,7 +172,7 @@ class Plant:
         )
         capacity = self.given_bytes("gpu") if self.gpu is not None else given
         tuning = tune(rates, self.policy, state_bytes=state_bytes, capacity_bytes=capacity)
-        _tell_rates(rates, tuning)
+        tell_rates(rates, tuning)
         return replace(self, tuning=tuning)
 
     def _in_files(self, infos: Sequence[ChunkInfo], extent_bytes: int) -> int:
@@ -257,6 +257,8 @@ class Plant:
             later=later,
             probe=self._probe(),
             marks=self._marks(),
+            adapts=self.policy.adapt,
+            absent=frozenset(self.policy.tiers.names) - {*self.names},
             given={name: given // extent_bytes for name in self.names if (given := self.given_bytes(name)) is not None},
             processes=self.parts.ranks(),
         )
@@ -284,7 +286,7 @@ class Plant:
     def _marks(self) -> dict[str, tuple[float, float]]:
         """The watermarks of the tiers that heed pressure: all but the slowest, which has nowhere to send chunks."""
         tiers = {"gpu": self.policy.tiers.gpu, "cpu": self.policy.tiers.cpu}
-        heeding = {name: tiers[name] for name in self.names[:-1] if self.policy.adapt}
+        heeding = {name: tiers[name] for name in self.names[:-1]}
         return {name: (tier.watermarks.high, tier.watermarks.low) for name, tier in heeding.items() if tier is not None}
 
     def _decided(self, rooms: Mapping[str, Room], extent_bytes: int) -> tuple[tuple[str, str, str], ...]:
@@ -390,26 +392,6 @@ def plan_plant(policy: TierPolicy, devices: Sequence[torch.device], parts: Parts
             f"used, or let `device: cpu` stand in for one"
         )
     return Plant(policy, names, gpu, parameters_on, parts)
-
-
-def _tell_rates(rates: Rates, tuning: Tuning | None) -> None:
-    for name, path in rates.paths.items():
-        _log.info(
-            "calibrated %s: reads %s, writes %s, both at once %s; 4KiB in %.2f ms (%s)",
-            name,
-            *map(per_second, (path.read_bytes_per_second, path.write_bytes_per_second, path.mixed_bytes_per_second)),
-            path.latency_seconds * 1e3,
-            rates.measured_at,
-        )
-    for note in rates.notes:
-        _log.info("calibration: %s", note)
-    if tuning is None:
-        _log.info("without rates of a swap path the defaults stay")
-        return
-    for choice in tuning:
-        _log.info("%s", choice)
-    if tuning.bound:
-        _log.info("%s", tuning.bound)
 
 
 def _why_no_gpu(gpu_tier: GpuTier) -> str:

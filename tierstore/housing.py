@@ -51,7 +51,9 @@ class Setup:
     later: Mapping[str, Callable[[], tuple[Tier, IoStats]]] = field(default_factory=dict)
     probe: Probe | None = None
     marks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    adapts: bool = True  # by itself
     given: Mapping[str, int] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()  # tiers of the policy that this machine does without
     processes: int = 1  # that share this machine
 
 

@@ -11,17 +11,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.errors import CapacityError, LeaseError, PolicyError
 from tierstore.execution import ChunkInfo
+from tierstore.lending import Lending
 from tierstore.placement import ENOUGH_EXTENTS, LINE, Room
 from tierstore.planning import plan_fetch
-from tierstore.relief import Relief
 from tierstore.stats import Relocation
-from tierstore.tiers import Tier
+from tierstore.tiers import MemoryTier, Tier
+from tierstore.traffic import FailedWriteError
 
-_log = logging.getLogger("tierstore.relief")
+_log = logging.getLogger("tierstore.parking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class _Parked:
     in_use: tuple[int, ...]
 
 
-class Parking(Relief):
+class Parking(Lending):
     """Tiers that can be emptied."""
 
     _parked: _Parked | None = None
@@ -57,13 +58,19 @@ class Parking(Relief):
             began, moved = time.perf_counter(), self._moved_bytes()
             emptied = self._check_emptied(tiers)
             self._come_to_rest()
+            for name in emptied:
+                self.setup.tiers[name].check_shrinks(0)
             room = {name: self.setup.tiers[name].arena.capacity for name in emptied}
-            goal, homes, wanted = self._goal(emptied, to)
-            parked = self._what_is_parked(emptied, goal)
-            if goal not in self.setup.tiers:
-                self._join(goal)
-            sizes = {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}
-            self._park(parked, sizes, homes, self._passed(emptied, goal))
+            while True:
+                goal, homes, wanted = self._goal(emptied, to)
+                if goal not in self.setup.tiers:
+                    self._join(goal)
+                sizes = {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}
+                try:
+                    self._park(self._what_is_parked(emptied, goal), sizes, homes, self._passed(emptied, goal))
+                    break
+                except FailedWriteError:
+                    self._raise_errors()  # which makes it good elsewhere, or raises what cannot be
             done = Relocation(
                 self._moved_bytes() - moved, sum(room.values()) * self._extent_bytes, time.perf_counter() - began
             )
@@ -98,11 +105,14 @@ class Parking(Relief):
             began, moved = time.perf_counter(), self._moved_bytes()
             before = {name: self.setup.tiers[name].arena.capacity for name in parked.sizes}
             there = {chunk: home for chunk, home in parked.homes.items() if chunk in self._infos}
-            sizes = {
-                name: size if name in parked.emptied else min(size, self._has(name))
-                for name, size in parked.sizes.items()
-            }  # of another tier some may have been lost to failures meanwhile
             homes = {**{chunk: self._ledger.home(chunk) for chunk in self._infos}, **there}
+            sizes = {name: min(size, self._may_have(name, parked)) for name, size in parked.sizes.items()}
+            self._check_host_memory(sizes.get("cpu", 0) - self._has("cpu"))
+            if any(sizes[name] < parked.sizes[name] for name in parked.emptied):  # homes stay where there is room
+                sizes = {name: sizes[name] for name in parked.emptied}
+                rooms = self._rooms()
+                rooms |= {name: replace(rooms[name], extents=size) for name, size in sizes.items()}
+                homes = self._holdings().homes_in(rooms)
             self._resize(sizes, homes, is_remedy=True)
             self._parked = None
             wanted = [chunk for chunk in parked.in_use if chunk in self._infos]
@@ -112,8 +122,14 @@ class Parking(Relief):
             self._tell_relocation("reload", f"{', '.join(parked.sizes)} as before", done)
             return done
 
+    def _may_have(self, name: str, parked: _Parked) -> int:
+        """How large a tier may become when all is as before: one that yields no larger than it does; one that took what
+        was in others no larger than it is, as some of it may have been lost to failures meanwhile.
+        """
+        return self._ceilings.get(name, parked.sizes[name]) if name in parked.emptied else self._has(name)
+
     def adapt(self) -> None:
-        """Measure how full memory is, and adapt to it, as every step does at its beginning; emptied tiers stay so."""
+        """Measure how full memory is, and adapt to it, as steps do by themselves; emptied tiers stay so."""
         if self._parked is None:
             super().adapt()
 
@@ -121,6 +137,22 @@ class Parking(Relief):
         with self._entered():
             self._return()
             super().resize_tier(name, extents)
+
+    def _make_usable(self, tier: str) -> None:
+        if self._parked is not None and tier not in self._parked.emptied:
+            self.reload()
+
+    def _usual_size(self, tier: MemoryTier) -> int:
+        if self._parked is None or tier.name not in self._parked.emptied:
+            return super()._usual_size(tier)
+        return self._parked.sizes[tier.name]
+
+    def _take_again(self, tier: str, before: int) -> None:
+        """As ever; of a tier that is empty, when it is filled again."""
+        if self._parked is None or tier not in self._parked.emptied:
+            super()._take_again(tier, before)
+        else:
+            self._parked = replace(self._parked, sizes={**self._parked.sizes, tier: before})
 
     def _return(self) -> None:
         """Fill emptied tiers again, as a chunk is about to be used."""
@@ -207,7 +239,9 @@ class Parking(Relief):
         return [self.setup.tiers[name] for name in between if name in self.setup.tiers]
 
     def _check_room(self, goal: str, wanted: int) -> None:
-        has, most = self._has(goal), self.setup.given.get(goal)
+        has, most = self._has(goal), self._most.get(goal)
+        if goal == "cpu" and most is None:
+            self._check_host_memory(wanted - has)
         if wanted > has and most is not None and wanted > most:
             otherwise = "" if goal == LINE[-1] else ", or choose a slower tier"
             raise CapacityError(

@@ -81,6 +81,7 @@ class PieceStore(ChunkStore):
         """Use chunks as a run does, except that breaking off leaves the store fit for runs: no value is half of two."""
         self._return()
         self._raise_errors()
+        self._serve()
         before = self._broken_off, self._failure
         try:
             self._execute(chunks, (), use)

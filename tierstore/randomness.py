@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tierstore.device import random_state, set_random_state
+from tierstore.device import present_accelerator, random_state, set_random_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,9 @@ class Randomness:
     of_python: object
 
     @classmethod
-    def now(cls, device: torch.device) -> Randomness:
-        """Take note of them; numbers may be drawn afterwards."""
+    def now(cls) -> Randomness:
+        """Take note of them, those of the accelerator in use too; numbers may be drawn afterwards."""
+        device = present_accelerator() or torch.device("cpu")
         of_numpy = np.random.get_state(legacy=False)
         return cls(device, torch.get_rng_state(), random_state(device), of_numpy, random.getstate())
 

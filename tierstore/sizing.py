@@ -36,8 +36,6 @@ class Sizing(Housing):
         self._come_to_rest(is_remedy=is_remedy)
         tiers = {name: self.setup.tiers[name] for name in sizes}
         before = {name: tier.arena.lasting for name, tier in tiers.items()}
-        for name, tier in tiers.items():
-            tier.check_shrinks(sizes[name])
         with contextlib.ExitStack() as undo:
             for name in reversed([name for name in self._line if name in tiers]):  # files first: they are what fails
                 undo.callback(self._shrink, tiers[name], before[name])

@@ -43,7 +43,6 @@ class ChunkStore(Parking):
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
         self._traces: list[Trace] = []
-        self._begin_relief()
         for decision in setup.decided:
             self._traffic.recorder.decide(*decision)
 
@@ -121,8 +120,8 @@ class ChunkStore(Parking):
                 raise FailedStepError(self._failure)
             self._serve()
             self._move_room()
-            if is_step:
-                self._adapt()
+            if is_step and ready is None:  # beside backward is no time to measure in: activations come and go
+                self.adapt_if_due()
             self._refuse_unreadable(order)
             with self._running():
                 self._execute(order, upcoming, use, finish, ready, is_step=is_step, zeroes=zeroes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +11,13 @@ from tierstore.errors import PolicyError
 from tierstore.folders import swap_folders
 from tierstore.io import Engine
 from tierstore.policy import NvmeTier
+from tierstore.rates import Rates
 from tierstore.stats import IoStats
 from tierstore.swapfile import SwapFile
 from tierstore.tiers import FileTier, Tier
-from tierstore.tuning import Tuning
+from tierstore.tuning import Tuning, per_second
+
+_log = logging.getLogger("tierstore.build")
 
 
 def folders_of(nvme: NvmeTier) -> list[Path]:
@@ -73,3 +77,24 @@ def io_stats(engine: Engine | None, tier: Tier | None) -> IoStats:
     if engine is None or not isinstance(tier, FileTier):
         return IoStats("none", direct=False, paths=())
     return IoStats(engine.name, all(file.direct for file in tier.files), tier.paths, tier.keeps_sums)
+
+
+def tell_rates(rates: Rates, tuning: Tuning | None) -> None:
+    """Log what was measured, and what was chosen by it."""
+    for name, path in rates.paths.items():
+        _log.info(
+            "calibrated %s: reads %s, writes %s, both at once %s; 4KiB in %.2f ms (%s)",
+            name,
+            *map(per_second, (path.read_bytes_per_second, path.write_bytes_per_second, path.mixed_bytes_per_second)),
+            path.latency_seconds * 1e3,
+            rates.measured_at,
+        )
+    for note in rates.notes:
+        _log.info("calibration: %s", note)
+    if tuning is None:
+        _log.info("without rates of a swap path the defaults stay")
+        return
+    for choice in tuning:
+        _log.info("%s", choice)
+    if tuning.bound:
+        _log.info("%s", tuning.bound)

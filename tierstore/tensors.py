@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, overload
 
 import torch
@@ -211,8 +212,11 @@ class TieredStore(PieceStore):
         Raises CapacityError or DiskFullError, with everything as it was, if that cannot be; LeaseError if a leased
         chunk is in the way; WrongThreadError while another thread is in the store: see `request_resize`.
         """
+        return self._resize_to(tier, self._extents_of(tier, capacity))
+
+    def _resize_to(self, tier: str, extents: int) -> int:
         with self._entered():
-            self.resize_tier(tier, self._extents_of(tier, capacity))
+            self.resize_tier(tier, extents)
             return self.setup.tiers[tier].arena.lasting * self._extent_bytes
 
     def request_resize(self, tier: str, capacity: int | str) -> Future[int]:
@@ -220,11 +224,11 @@ class TieredStore(PieceStore):
 
         What is returned has the bytes then, or the error; it may be cancelled until then.
         """
-        return self._request(tier, self._extents_of(tier, capacity))
+        return self._request(partial(self._resize_to, tier, self._extents_of(tier, capacity)))
 
     def _extents_of(self, tier: str, capacity: int | str) -> int:
         """A capacity in extents. Raises PolicyError for none, and for tiers there are not."""
-        if tier not in self.setup.tiers:
+        if tier not in {*self.setup.tiers, *self.setup.later}:
             raise PolicyError(f"there is no tier {tier!r} in this store; it has {', '.join(self._line)}")
         found: Any = capacity
         nbytes = CpuTier(capacity=found).capacity
@@ -235,6 +239,7 @@ class TieredStore(PieceStore):
         return nbytes // self._extent_bytes
 
     def resize_tier(self, name: str, extents: int) -> None:
+        """As ever; files grow no further by themselves either."""
         super().resize_tier(name, extents)
         self._growing.pop(name, None)
 

@@ -106,6 +106,8 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
                 binding, gradients = as_bound
                 self._update(all_of(binding, gradients), binding, None, are_plain=True)
             self._held.finish_capture()
+            if early is not None:
+                early.binding.store.adapt_if_due()
         self._watch_gradients()
         self._held.end_step()
         return loss

@@ -20,9 +20,10 @@ from tests.fakes import ActivationDevice, CurveProbe
 from tests.optimizer.cases import KIB, MIB
 from tierstore import TieredAdamW
 from tierstore.build import Parts
-from tierstore.errors import CapacityError, PolicyError, StoreClosedError
+from tierstore.errors import CapacityError, DiskFullError, PolicyError, StoreClosedError
 from tierstore.probes import Probe
 from tierstore.stats import Stats
+from tierstore.swapfile import SwapFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 
@@ -173,33 +174,28 @@ def test_what_cannot_shrink_says_so_once_and_goes_on(tmp_path: Path, undisturbed
 def test_nothing_adapts_where_the_policy_says_so(tmp_path: Path, undisturbed: list[float]) -> None:
     tiers = {"cpu": {"capacity": 40 * CHUNK, "watermarks": MARKS}, "nvme": {}}
     job, _ = under(tmp_path, [90], tiers, total=100, adapt=False)
-    assert (
-        job.losses == undisturbed[: len(job.losses)] and set(job.extents("cpu")) == {40} and not job.stats[-1].pressure
-    )
+    assert job.losses == undisturbed[: len(job.losses)] and set(job.extents("cpu")) == {40} and job.stats[-1].pressure
     job.optimizer.close()
 
 
-def test_a_full_disk_leaves_tiers_as_they_are(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_a_full_disk_leaves_tiers_as_they_are(
+    tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There seemed to be room for the files, and somebody else was faster."""
-
-    class Refusing(Job):
-        pass
-
     probe = CurveProbe(100 * CHUNK, [90 * CHUNK])
     tiers = {"cpu": {"capacity": "auto", "watermarks": MARKS}, "nvme": {}}
-    job = Refusing(tmp_path, tiers, Parts(open_probe=lambda **_: probe))
+    job = Job(tmp_path, tiers, Parts(open_probe=lambda **_: probe))
     probe.store = job.optimizer.store
-    (tmp_path / "x").mkdir()
-    job.optimizer.store.setup.later["nvme"] = _raise  # type: ignore[index]
+    monkeypatch.setattr(SwapFile, "grow", _raise)
     job.train()
     assert job.losses == undisturbed[: len(job.losses)]
     held = [decision for decision in job.stats[-1].decisions if decision.kind == "hold"]
-    assert held and "No space left" in held[0].what
+    assert len(held) == 1 and "No space left" in held[0].reason
     job.optimizer.close()
 
 
-def _raise() -> Any:
-    raise OSError(28, "No space left on device")
+def _raise(*_: object) -> Any:
+    raise DiskFullError(28, "No space left on device")
 
 
 class OnDevice:

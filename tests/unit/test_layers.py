@@ -55,6 +55,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "housing",
             "sizing",
             "relief",
+            "lending",
             "parking",
             "store",
             "swapping",

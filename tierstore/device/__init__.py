@@ -9,6 +9,7 @@ from tierstore.device.accelerator import (
     open_device,
     present_accelerator,
     random_state,
+    release_unused_memory,
     set_random_state,
     wait_for_all_work,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "open_device",
     "present_accelerator",
     "random_state",
+    "release_unused_memory",
     "set_random_state",
     "wait_for_all_work",
 ]

@@ -28,6 +28,11 @@ _COUNTED = (
     *("reserved_bytes.all.current", "allocated_bytes.all.current", "allocated_bytes.all.peak"),
     "reserved_bytes.all.freed",
 )
+_TOO_LITTLE = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 _log = logging.getLogger("tierstore.device")
 
 
@@ -73,6 +78,7 @@ class AcceleratorDevice:
         self.torch_device = device
         self.name = str(device)
         self.module: Any = torch.get_device_module(device)
+        self.takes_memory_at_once = True
         self._released_bytes = 0
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -203,7 +209,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host had too little memory, as torch and Python say it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _TOO_LITTLE)
+
+
+def release_unused_memory() -> None:
+    """Let torch give back what it keeps of the accelerator in use, if there is one."""
+    device = present_accelerator()
+    if device is not None:
+        AcceleratorDevice(device).release_unused()
 
 
 def random_state(device: torch.device) -> Tensor | None:

@@ -61,6 +61,7 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
+    takes_memory_at_once: bool  # else as it is touched
 
     def allocate(self, nbytes: int) -> Tensor:
         """Get a slab: a uint8 tensor of exactly `nbytes`, of any content, that any stream may use at once.
@@ -134,6 +135,7 @@ class HostDevice:
     def __init__(self, name: str = "cpu", *, page_lock: PageLock | None = None) -> None:
         self.name = name
         self.torch_device = torch.device("cpu")
+        self.takes_memory_at_once = page_lock is not None
         self._page_lock = page_lock
 
     def allocate(self, nbytes: int) -> Tensor:
