@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fakes import CurveProbe, FaultyEngine
+from tests.fakes import CurveProbe, FaultyEngine, HangingEngine
 from tests.optimizer.cases import assert_same_parameters, seeded, set_gradients
 from tests.optimizer.test_offload import SHAPES, Stingy, Twins, policy
 from tests.optimizer.test_pressure import CHUNK, MARKS, Job, OnDevice, steady, undisturbed
@@ -89,6 +89,23 @@ def test_a_disk_that_could_not_be_read_during_reloads_is_read_once_it_can_be(tmp
             twins.mine.reload()
     engine.heal()
     twins.mine.reload()
+    twins.step()
+
+
+def test_state_can_be_loaded_onto_a_disk_that_answers_again(tmp_path: Path) -> None:
+    """What was given up has cost room. Whether the disk answers is found out by reading a chunk; a load leaves none."""
+    engine = HangingEngine()
+    twins = Twins(tmp_path, made_with(open_engine=lambda *_, **__: engine), gpu=3, cpu=12, nvme=55 * CHUNK)
+    twins.step()
+    engine.hold(nth=2, times=1, kind=Kind.WRITE)
+    set_gradients(twins.parameters, 9)
+    with pytest.raises(TransferError):
+        twins.mine.step()
+    engine.release()
+    with torch.no_grad():
+        for mine, other in zip(twins.parameters, twins.others, strict=True):
+            mine.copy_(other)
+    twins.mine.load_state_dict(twins.theirs.state_dict())
     twins.step()
 
 
