@@ -37,7 +37,7 @@ from tierstore.placement import (
     whole_pages,
     with_choice,
 )
-from tierstore.policy import GpuTier, Percent, TierPolicy
+from tierstore.policy import CpuTier, GpuTier, Percent, TierPolicy
 from tierstore.pressure import disk_space, host_memory, local_ranks
 from tierstore.probes import Probe
 from tierstore.rates import Rates
@@ -257,6 +257,7 @@ class Plant:
             later=later,
             probe=self._probe(),
             marks=self._marks(),
+            low_of_cpu=(self.policy.tiers.cpu or CpuTier()).watermarks.low,
             adapts=self.policy.adapt,
             absent=frozenset(self.policy.tiers.names) - {*self.names},
             given={name: given // extent_bytes for name in self.names if (given := self.given_bytes(name)) is not None},

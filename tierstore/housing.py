@@ -50,6 +50,7 @@ class Setup:
     decided: tuple[tuple[str, str, str], ...] = ()  # on the way here: each decision's kind, what, and why
     later: Mapping[str, Callable[[], tuple[Tier, IoStats]]] = field(default_factory=dict)
     probe: Probe | None = None
+    low_of_cpu: float = 0.75  # the cpu tier's low watermark, though it may have nowhere to send chunks to
     marks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     adapts: bool = True  # by itself
     given: Mapping[str, int] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Housing(Guarded):
 
     def _raise_errors(self) -> None:
         """Make failed writes good, and raise the errors of other moves that failed."""
-        if self._short is not None:
+        if self._short is not None or (not self._traffic.failed_writes and self._lacks_room()):
             self._listen()
             self._try_again()
         while self._short is not None or self._traffic.failed_writes or self._lacks_room():
@@ -150,20 +151,24 @@ class Housing(Guarded):
         """
         places = self._ledger.valid_places()
         for name, striping in self._traffic.striping.items():
-            for extents in striping.silent().values():
+            for any_one, extents in striping.silent().values():
                 found = ((extent, places.get(Resident(name, extent))) for extent in sorted(extents))
-                extent, chunk = next(((extent, chunk) for extent, chunk in found if chunk is not None), (None, None))
-                if extent is not None and chunk is not None:
-                    with contextlib.suppress(TransferError):
-                        self._read_out(chunk, Resident(name, extent), self._buffer_for(chunk))
-                        striping.succeed(extent, is_write=False)
+                extent, chunk = next(((extent, chunk) for extent, chunk in found if chunk is not None), (any_one, None))
+                into = self._buffer_for(chunk) if chunk is not None else map_host_memory(extent.length)
+                with contextlib.suppress(TransferError):
+                    self._read_out(chunk, Resident(name, extent), into)
+                    striping.succeed(extent, is_write=False)
 
-    def _read_out(self, chunk: int, place: Resident, into: Tensor) -> None:
+    def _read_out(self, chunk: int | None, place: Resident, into: Tensor) -> None:
         where = self.setup.tiers[place.tier], place.extent
-        ticket = self.setup.transfer.read_out(where, into, ready=self._traffic.last_use.get(chunk))
+        ticket = self.setup.transfer.read_out(
+            where, into, ready=None if chunk is None else self._traffic.last_use.get(chunk)
+        )
         try:
             self.setup.transfer.wait_for(ticket, self.setup.timeout_seconds)
         except TransferError as error:
+            if chunk is None:
+                raise
             raise self._traffic.explain(chunk, ticket.route, error) from error
 
     def _buffer_for(self, chunk: int) -> Tensor:
@@ -204,6 +209,7 @@ class Housing(Guarded):
 
     def _homes_with(self, infos: Mapping[int, ChunkInfo]) -> dict[int, str]:
         """Choose homes for all chunks and new ones, in what room there is once failures have been made up for."""
+        self._listen()
         self._make_up()
         together = {**self._infos, **infos}
         try:

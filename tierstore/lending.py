@@ -7,12 +7,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from tierstore.device import is_out_of_memory, release_unused_memory
-from tierstore.errors import BusyStoreError, CapacityError, StoreClosedError, TierstoreError
+from tierstore.errors import BusyStoreError, CapacityError, PolicyError, StoreClosedError, TierstoreError
+from tierstore.housing import Setup
 from tierstore.placement import ENOUGH_EXTENTS
+from tierstore.policy import CpuTier
 from tierstore.randomness import Randomness
 from tierstore.rebalance import Holdings, plan_giving, plan_size
 from tierstore.relief import STEPS_BEFORE_TRYING_AGAIN, Relief
@@ -33,36 +36,63 @@ class Gradients(Protocol):
         """Drop them. Raises FailedStepError where they have changed parameters already."""
 
 
+@dataclass(eq=False, frozen=True, slots=True)
+class _Yield:
+    """A block that has room: the extents it leaves the tier; those the tier had before the first of such blocks, and
+    those it had been given then.
+    """
+
+    left: int
+    before: int
+    most: int | None
+
+
 class Lending(Relief):
     """Tiers whose memory others may have for a while."""
 
     gradients: Gradients | None = None
 
+    def __init__(self, setup: Setup, *, describe: Callable[[int], str]) -> None:
+        super().__init__(setup, describe=describe)
+        self._yields: dict[str, list[_Yield]] = {}  # those under way, by tier
+
     @contextlib.contextmanager
-    def yielding(self, tier: str, nbytes: int) -> Iterator[None]:
-        """Have `nbytes` of the tier's memory free for the body; the tier has its size again afterwards, if it can.
+    def yielding(self, tier: str, nbytes: int | str) -> Iterator[None]:
+        """Have `nbytes` (or 4GiB) of the tier's memory free for the body; afterwards the tier has its size again, if it
+        can, once the last of several such blocks is over.
 
         What is free already counts, of a device at the peak of the last steps. The store can be used in the body, and
         a size given there stays. A tier that this machine does without has nothing to yield.
 
         Raises CapacityError, with nothing moved, if the tier cannot give so much; PolicyError for no memory tier.
         """
-        if tier in self.setup.absent:
+        wanted = _as_bytes(nbytes)
+        if self._is_absent(tier):
             yield
             return
-        with self._entered():
-            self._make_usable(tier)
-            self._raise_errors()
-            end = self._yield(self._memory_tier(tier), nbytes)
+        own: _Yield | None = None
         try:
+            with self._entered():
+                self._make_usable(tier)
+                self._raise_errors()
+                own = self._yield(self._memory_tier(tier), wanted)
             yield
         finally:
-            with contextlib.suppress(StoreClosedError):
-                try:
-                    with self._entered():
-                        end()
-                except BusyStoreError:  # a run beside backward, say, which may wait for this very thread
-                    self._request(end)
+            if own is not None:
+                self._end_soon(tier, own)
+
+    def _end_soon(self, tier: str, own: _Yield) -> None:
+        """End a yield now, or, while the store is busy, when the next run begins."""
+        with contextlib.suppress(StoreClosedError):
+            try:
+                with self._entered():
+                    self._end(tier, own)
+            except BusyStoreError:  # with a run beside backward, say, which may wait for this very thread
+                self._request(partial(self._end, tier, own))
+
+    def _is_absent(self, tier: object) -> bool:
+        """Whether it is a tier of the policy that this machine does without."""
+        return isinstance(tier, str) and tier in self.setup.absent
 
     def _make_usable(self, tier: str) -> None:
         """See to it that a tier can give, whatever was done to others."""
@@ -71,8 +101,8 @@ class Lending(Relief):
         """Extents that a tier has, or will have when it is filled again."""
         return tier.arena.lasting
 
-    def _yield(self, tier: MemoryTier, nbytes: int) -> Callable[[], int]:
-        """Make room; return what ends that."""
+    def _yield(self, tier: MemoryTier, nbytes: int) -> _Yield:
+        """Make room."""
         name, before = tier.name, self._usual_size(tier)
         tier.device.release_unused()
         missing = nbytes - self._free_bytes(name)
@@ -87,20 +117,24 @@ class Lending(Relief):
                     f"{before:,} extents: {error}; offload() empties a tier altogether"
                 ) from error
             self._carry_out(plan)
-        ceiling, most = self._ceilings.get(name), self._most.get(name)
         left = tier.arena.lasting or max(ENOUGH_EXTENTS, -missing // self._extent_bytes)  # one that is empty may return
-        self._ceilings[name] = left if ceiling is None else min(left, ceiling)
+        under_way = self._yields.setdefault(name, [])
+        own = replace(under_way[0], left=left) if under_way else _Yield(left, before, self._most.get(name))
+        under_way.append(own)
+        self._ceilings[name] = min(one.left for one in under_way)
+        return own
 
-        def end() -> int:
-            if ceiling is None:
-                self._ceilings.pop(name, None)
-            else:
-                self._ceilings[name] = ceiling
-            if self._most.get(name) == most:  # else somebody gave it another size meanwhile
-                self._take_again(name, before)
-            return tier.arena.lasting * self._extent_bytes
-
-        return end
+    def _end(self, tier: str, own: _Yield) -> int:
+        """Let the tier have its size again, if nobody else has room that it made and nobody gave it another size."""
+        under_way = self._yields[tier]
+        under_way.remove(own)
+        if under_way:
+            self._ceilings[tier] = min(one.left for one in under_way)
+        else:
+            del self._yields[tier], self._ceilings[tier]
+            if self._most.get(tier) == own.most:
+                self._take_again(tier, own.before)
+        return self.setup.tiers[tier].arena.lasting * self._extent_bytes
 
     def _take_again(self, tier: str, before: int) -> None:
         """Let a tier be as large as before, if it can."""
@@ -131,7 +165,7 @@ class Lending(Relief):
         Raises what `fn` raises, the second time too. Out of memory is raised at once with gradients of an earlier
         backward about, which cannot be had again; FailedStepError where a backward has updated parameters already.
         """
-        if tier not in self.setup.absent:
+        if not self._is_absent(tier):
             self._memory_tier(tier)
         had_gradients = self.gradients is not None and self.gradients.are_there()
         randomness = Randomness.now()
@@ -149,7 +183,7 @@ class Lending(Relief):
         # not within the handler, where the error's frames would keep what fn had made
         if self.gradients is not None:
             self.gradients.forget()
-        if tier not in self.setup.absent:
+        if not self._is_absent(tier):
             with self._entered():
                 self._give_what_it_can(self._memory_tier(tier), told)
         release_unused_memory()
@@ -172,3 +206,16 @@ class Lending(Relief):
             self._traffic.recorder.decide("hold", f"{tier.name} could not give memory: {error}", told)
         self._try_after[tier.name] = self._traffic.recorder.steps + STEPS_BEFORE_TRYING_AGAIN
         tier.device.release_unused()
+
+
+def _as_bytes(nbytes: Any) -> int:
+    """A number of bytes, or a size as 4GiB. Raises PolicyError for anything else."""
+    found = nbytes if isinstance(nbytes, int) and not isinstance(nbytes, bool) else -1
+    if isinstance(nbytes, str):
+        with contextlib.suppress(PolicyError):
+            size: Any = nbytes
+            given = CpuTier(capacity=size).capacity
+            found = given if isinstance(given, int) else -1
+    if found < 0:
+        raise PolicyError(f"found {nbytes!r}; allowed: bytes, or a size as 4GiB")
+    return found

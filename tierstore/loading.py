@@ -7,6 +7,7 @@ leaves the store refusing steps until a load succeeds.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from tierstore.binding import Binding
 from tierstore.capture import SECTION
 from tierstore.contents import Groups, Header, form_of, names_of
 from tierstore.cores import leaving_one_free
-from tierstore.errors import FailedStepError, StateDictError
+from tierstore.errors import FailedStepError, StateDictError, TransferError
 from tierstore.handed import Handed
 from tierstore.held import Held
 from tierstore.layout import Chunk, Span, as_real
@@ -87,6 +88,9 @@ class Load:
     def into(self, optimizer: Any, held: Held) -> None:
         """Load all of it, for who is alone. Raises StateDictError or CapacityError before anything has changed."""
         with_state = self.with_state
+        if held.binding is not None:
+            with contextlib.suppress(TransferError):  # what cannot be read is perhaps what all this is for
+                held.binding.store.reload()
         if self.is_whole:
             packed = {"state": {}, "param_groups": self.packed_groups(optimizer.param_groups)}
             checked = check_and_wrap(optimizer, packed)["param_groups"]

@@ -37,13 +37,13 @@ class Offloading:
 
         Raises CapacityError, with nothing moved, without room for it; PolicyError for tiers that cannot be meant.
         """
-        for name in [tiers] if isinstance(tiers, str) else tiers:
-            if name not in self._held.policy.tiers.names:
-                raise PolicyError(f"found tier {name!r}; allowed: {', '.join(self._held.policy.tiers.names)}")
+        names, present = [tiers] if isinstance(tiers, str) else tiers, self._held.policy.tiers.names
+        if not isinstance(names, Sequence) or not names or any(name not in present for name in names):
+            raise PolicyError(f"found the tiers {tiers!r}; allowed: one or more of {', '.join(present)}")
         with self._held.alone():
             self._held.refuse_if_closed()
             store = self.store
-            there = [name for name in TIER_NAMES if name in tiers and name in store.setup.tiers]
+            there = [name for name in TIER_NAMES if name in names and name in store.setup.tiers]
             if not there:
                 return Relocation(0, 0, 0.0)
             done = store.offload(there, to)

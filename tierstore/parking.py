@@ -103,30 +103,32 @@ class Parking(Lending):
             if parked is None:
                 return Relocation(0, 0, 0.0)
             began, moved = time.perf_counter(), self._moved_bytes()
-            before = {name: self.setup.tiers[name].arena.capacity for name in parked.sizes}
-            there = {chunk: home for chunk, home in parked.homes.items() if chunk in self._infos}
-            homes = {**{chunk: self._ledger.home(chunk) for chunk in self._infos}, **there}
-            sizes = {name: min(size, self._may_have(name, parked)) for name, size in parked.sizes.items()}
+            sizes = {
+                name: min(parked.sizes[name], self._ceilings.get(name, parked.sizes[name])) for name in parked.emptied
+            }
             self._check_host_memory(sizes.get("cpu", 0) - self._has("cpu"))
-            if any(sizes[name] < parked.sizes[name] for name in parked.emptied):  # homes stay where there is room
-                sizes = {name: sizes[name] for name in parked.emptied}
-                rooms = self._rooms()
-                rooms |= {name: replace(rooms[name], extents=size) for name, size in sizes.items()}
-                homes = self._holdings().homes_in(rooms)
-            self._resize(sizes, homes, is_remedy=True)
+            before = sum(self.setup.tiers[name].arena.capacity for name in parked.emptied)
+            is_limited = any(size < parked.sizes[name] for name, size in sizes.items())  # as some of them yield
+            self._resize(sizes, self._homes_again(parked, sizes, is_limited=is_limited), is_remedy=True)
             self._parked = None
+            taken = sum(self.setup.tiers[name].arena.capacity for name in parked.emptied) - before
+            if not is_limited:
+                for name in parked.sizes.keys() - parked.emptied:
+                    self._shrink(self.setup.tiers[name], parked.sizes[name])
             wanted = [chunk for chunk in parked.in_use if chunk in self._infos]
             self._execution.issue_all(plan_fetch(wanted, self._views(), self._traffic.room(), self._line))
-            taken = sum(max(0, self.setup.tiers[name].arena.capacity - size) for name, size in before.items())
             done = Relocation(self._moved_bytes() - moved, taken * self._extent_bytes, time.perf_counter() - began)
             self._tell_relocation("reload", f"{', '.join(parked.sizes)} as before", done)
             return done
 
-    def _may_have(self, name: str, parked: _Parked) -> int:
-        """How large a tier may become when all is as before: one that yields no larger than it does; one that took what
-        was in others no larger than it is, as some of it may have been lost to failures meanwhile.
-        """
-        return self._ceilings.get(name, parked.sizes[name]) if name in parked.emptied else self._has(name)
+    def _homes_again(self, parked: _Parked, sizes: Mapping[str, int], *, is_limited: bool) -> dict[int, str]:
+        """The homes that chunks had; where they still are, as far as there is less room than there was."""
+        if is_limited:
+            rooms = self._rooms()
+            return self._holdings().homes_in(
+                {**rooms, **{name: replace(rooms[name], extents=size) for name, size in sizes.items()}}
+            )
+        return {chunk: parked.homes.get(chunk, self._ledger.home(chunk)) for chunk in self._infos}
 
     def adapt(self) -> None:
         """Measure how full memory is, and adapt to it, as steps do by themselves; emptied tiers stay so."""

@@ -97,7 +97,7 @@ def place_homes(needs: Sequence[Need], rooms: Mapping[str, Room], *, order: str,
         if not short:
             return homes
         if not any(kept):
-            enough = _enough(wishes, rooms, order)
+            enough = enough_rooms(wishes, rooms, order)
             raise CapacityError(_complaint(homes, short, rooms, enough, extent_bytes))
         is_any_in_short = not short.keys().isdisjoint(kept)
         kept = [home if is_any_in_short and home not in short else None for home in kept]
@@ -247,7 +247,7 @@ def _shortages(needs: Sequence[Need], homes: Sequence[str], rooms: Mapping[str, 
     return short
 
 
-def _enough(needs: Sequence[Need], rooms: Mapping[str, Room], order: str) -> dict[str, Room]:
+def enough_rooms(needs: Sequence[Need], rooms: Mapping[str, Room], order: str) -> dict[str, Room]:
     """Rooms as these, but where there is too little, as large as they must be."""
     enough = dict(rooms)
     while short := _shortages(needs, _choose_homes(needs, enough, order), enough):

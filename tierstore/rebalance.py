@@ -9,12 +9,13 @@ to files that grow for it where they may.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.errors import CapacityError
 from tierstore.growth import with_enough_nvme
-from tierstore.placement import ENOUGH_EXTENTS, LINE, PIPELINE_EXTENTS, Need, Room, place_homes
+from tierstore.placement import ENOUGH_EXTENTS, LINE, PIPELINE_EXTENTS, Need, Room, enough_rooms, place_homes
 from tierstore.stats import Pressure
 
 STALL_PERCENT = 10.0
@@ -73,7 +74,9 @@ class Rebalance:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """A store as planning sees it: its chunks, the room of its tiers, and how many extents its files may grow by."""
+    """A store as planning sees it: its chunks, the room of its tiers, and how many extents slower ones may grow by for
+    what has to leave faster ones: files by `spare`, the cpu tier by `spare_memory`.
+    """
 
     needs: Mapping[int, Need]
     rooms: Mapping[str, Room]
@@ -81,6 +84,11 @@ class Holdings:
     order: str
     extent_bytes: int
     spare: int = 0
+    spare_memory: int = 0
+
+    def extents(self, tier: str) -> int:
+        """How large a tier is, 0 if it has not joined."""
+        return self.rooms[tier].extents if tier in self.rooms else 0
 
     @property
     def most_at_once(self) -> int:
@@ -181,24 +189,43 @@ def _slower(rooms: Mapping[str, Room], tier: str) -> list[str]:
 
 
 def _in_rooms(holdings: Holdings, rooms: Mapping[str, Room], tier: str, reason: str) -> Rebalance:
-    """Find homes with a tier made smaller: in what room there is, else in files that grow, for enough in flight."""
+    """Find homes with a tier made smaller: in what room there is, else in slower tiers that grow as far as they may."""
     try:
         return Rebalance(_changes(holdings, rooms, tier, reason), holdings.homes_in(rooms))
-    except CapacityError:
-        if holdings.spare <= 0 or tier == "nvme":
+    except CapacityError as error:
+        for asked in _larger(holdings, rooms, tier):
+            with contextlib.suppress(CapacityError):
+                grown = with_enough_nvme(list(holdings.needs.values()), asked, 1, holdings.order, holdings.extent_bytes)
+                if grown["nvme"].extents - holdings.extents("nvme") <= holdings.spare:
+                    return Rebalance(
+                        _changes(holdings, {**grown, tier: rooms[tier]}, tier, reason), holdings.homes_in(grown)
+                    )
+        if tier == "nvme" or holdings.spare + holdings.spare_memory <= 0:
             raise
+        raise CapacityError(
+            f"{error} (files may grow by {holdings.spare:,} extents for what leaves {tier}, and the cpu tier by "
+            f"{holdings.spare_memory:,})"
+        ) from error
+
+
+def _larger(holdings: Holdings, rooms: Mapping[str, Room], tier: str) -> Iterator[dict[str, Room]]:
+    """Rooms to try with as many files as it takes: memory as large as it takes, or enough of it to pass through.
+
+    First with the pipeline in the tier that is measured to gain most.
+    """
+    if tier == "nvme":
+        return
+    tried = {"nvme": Room(0), **rooms}
+    if tier == "gpu" and "cpu" in rooms and holdings.spare_memory > 0:
+        enough = enough_rooms(list(holdings.needs.values()), tried, holdings.order)
+        if 0 < enough["cpu"].extents - rooms["cpu"].extents <= holdings.spare_memory:
+            yield {**tried, "cpu": replace(rooms["cpu"], extents=enough["cpu"].extents)}
+        passed = max(rooms["cpu"].extents, min(PIPELINE_EXTENTS, rooms["cpu"].extents + holdings.spare_memory))
+        tried["cpu"] = replace(rooms["cpu"], extents=passed)
     smaller = rooms[tier].extents - (PIPELINE_EXTENTS - ENOUGH_EXTENTS)
-    for extents in [smaller, rooms[tier].extents] if smaller >= ENOUGH_EXTENTS else [rooms[tier].extents]:
-        asked = {"nvme": Room(0), **rooms, tier: replace(rooms[tier], extents=extents)}
-        needs = list(holdings.needs.values())
-        grown = with_enough_nvme(needs, asked, 1, holdings.order, holdings.extent_bytes)
-        if grown["nvme"].extents - asked["nvme"].extents <= holdings.spare:
-            homes = holdings.homes_in(grown)
-            return Rebalance(_changes(holdings, {**grown, tier: rooms[tier]}, tier, reason), homes)
-    raise CapacityError(
-        f"tier {tier} cannot shrink to {rooms[tier].extents:,} extents of {holdings.extent_bytes:,} bytes: what it is "
-        f"home to has no room further down, where files may grow by {holdings.spare:,} extents"
-    )
+    if smaller >= ENOUGH_EXTENTS:
+        yield {**tried, tier: replace(rooms[tier], extents=smaller)}
+    yield tried
 
 
 def _plan_taking(holdings: Holdings, tier: str, extents: int, reason: str) -> Rebalance:
@@ -213,12 +240,13 @@ def _plan_taking(holdings: Holdings, tier: str, extents: int, reason: str) -> Re
 
 
 def _changes(holdings: Holdings, rooms: Mapping[str, Room], tier: str, reason: str) -> tuple[Change, ...]:
-    """The change of a tier, and that of the files which grow for it."""
-    before = {name: holdings.rooms[name].extents if name in holdings.rooms else 0 for name in rooms}
-    changes = [Change(tier, before[tier], rooms[tier].extents, reason)]
-    if "nvme" in rooms and rooms["nvme"].extents != before["nvme"]:
-        changes.append(Change("nvme", before["nvme"], rooms["nvme"].extents, f"for chunks that leave {tier}"))
-    return tuple(changes)
+    """The change of a tier, and those of slower ones that grow for it."""
+    others = [name for name in rooms if name != tier and rooms[name].extents != holdings.extents(name)]
+    because = f"for chunks that leave {tier}"
+    return (
+        Change(tier, holdings.extents(tier), rooms[tier].extents, reason),
+        *(Change(name, holdings.extents(name), rooms[name].extents, because) for name in others),
+    )
 
 
 def _after(holdings: Holdings, done: Rebalance) -> Holdings:
@@ -227,8 +255,9 @@ def _after(holdings: Holdings, done: Rebalance) -> Holdings:
     for tier, extents in done.sizes.items():
         rooms[tier] = replace(rooms.get(tier, Room(0)), extents=extents)
     needs = {chunk: replace(need, home=done.homes.get(chunk, need.home)) for chunk, need in holdings.needs.items()}
-    grown = rooms.get("nvme", Room(0)).extents - holdings.rooms.get("nvme", Room(0)).extents
-    return replace(holdings, rooms=rooms, needs=needs, spare=holdings.spare - grown)
+    after = replace(holdings, rooms=rooms, needs=needs)
+    files, memory = (after.extents(name) - holdings.extents(name) for name in ("nvme", "cpu"))
+    return replace(after, spare=holdings.spare - files, spare_memory=max(0, holdings.spare_memory - memory))
 
 
 def _slabs_for(slabs: Sequence[int], extents: int) -> list[int]:

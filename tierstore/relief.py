@@ -167,9 +167,8 @@ class Relief(Sizing):
 
     def _holdings(self) -> Holdings:
         needs = {chunk: Need(info.compute, info.named, self._ledger.home(chunk)) for chunk, info in self._infos.items()}
-        return Holdings(
-            needs, self._rooms(), self._limits(), self.setup.order, self._extent_bytes, self._spare_on_disks()
-        )
+        spare = self._spare_on_disks(), self._spare_memory()
+        return Holdings(needs, self._rooms(), self._limits(), self.setup.order, self._extent_bytes, *spare)
 
     def _limits(self) -> dict[str, Limits]:
         """What binds each memory tier that heeds pressure."""
@@ -212,8 +211,16 @@ class Relief(Sizing):
         free = disks.total_bytes - disks.used_bytes - disk_margin(disks.total_bytes)
         return max(0, free // self.setup.processes // self._extent_bytes)
 
+    def _spare_memory(self) -> int:
+        """Extents by which the cpu tier may grow for chunks that leave a device, as far as was measured last."""
+        host = self._traffic.recorder.pressure.get("cpu")
+        if host is None or "cpu" in self._most or "cpu" not in self.setup.tiers:
+            return 0
+        free = int(self.setup.low_of_cpu * host.total_bytes) - host.used_bytes
+        return max(0, free // self.setup.processes // self._extent_bytes)
+
     def _memory_tier(self, tier: str) -> MemoryTier:
-        found = self.setup.tiers.get(tier)
+        found = self.setup.tiers.get(tier) if isinstance(tier, str) else None
         if not isinstance(found, MemoryTier):
             memory = [name for name, one in self.setup.tiers.items() if isinstance(one, MemoryTier)]
             raise PolicyError(f"found tier {tier!r}; allowed: a memory tier of this store ({', '.join(memory)})")

@@ -249,9 +249,13 @@ class Striping:
         there = [extent for path in self._tier.shunned for extent in self._tier.arena.extents_owned_on(path)]
         return frozenset(sorted(there)[:LEFT_BEHIND_AT_ONCE])
 
-    def silent(self) -> dict[int, frozenset[Extent]]:
-        """Paths of which nothing was heard since something was given up, and the extents owned there."""
-        return {path: self._tier.arena.extents_owned_on(path) for path in self._silent}
+    def silent(self) -> dict[int, tuple[Extent, frozenset[Extent]]]:
+        """Paths of which nothing was heard since something was given up: any extent there, and those that are owned."""
+        arena = self._tier.arena
+        return {
+            path: (Extent(arena.slabs_of(path)[0], 0, arena.extent_bytes), arena.extents_owned_on(path))
+            for path in self._silent
+        }
 
     def _shun(self, path: int, error: TransferError) -> None:
         arena = self._tier.arena

@@ -212,11 +212,8 @@ class TieredStore(PieceStore):
         Raises CapacityError or DiskFullError, with everything as it was, if that cannot be; LeaseError if a leased
         chunk is in the way; WrongThreadError while another thread is in the store: see `request_resize`.
         """
-        return self._resize_to(tier, self._extents_of(tier, capacity))
-
-    def _resize_to(self, tier: str, extents: int) -> int:
         with self._entered():
-            self.resize_tier(tier, extents)
+            self.resize_tier(tier, self._extents_of(tier, capacity))
             return self.setup.tiers[tier].arena.lasting * self._extent_bytes
 
     def request_resize(self, tier: str, capacity: int | str) -> Future[int]:
@@ -224,12 +221,13 @@ class TieredStore(PieceStore):
 
         What is returned has the bytes then, or the error; it may be cancelled until then.
         """
-        return self._request(partial(self._resize_to, tier, self._extents_of(tier, capacity)))
+        self._extents_of(tier, capacity)  # an error is told at once
+        return self._request(partial(self.resize, tier, capacity))
 
     def _extents_of(self, tier: str, capacity: int | str) -> int:
         """A capacity in extents. Raises PolicyError for none, and for tiers there are not."""
-        if tier not in {*self.setup.tiers, *self.setup.later}:
-            raise PolicyError(f"there is no tier {tier!r} in this store; it has {', '.join(self._line)}")
+        if not isinstance(tier, str) or tier not in {*self.setup.tiers, *self.setup.later}:
+            raise PolicyError(f"found tier {tier!r}; allowed: one that this store has ({', '.join(self._line)})")
         found: Any = capacity
         nbytes = CpuTier(capacity=found).capacity
         if not isinstance(nbytes, int) or nbytes < self._extent_bytes:
@@ -239,7 +237,7 @@ class TieredStore(PieceStore):
         return nbytes // self._extent_bytes
 
     def resize_tier(self, name: str, extents: int) -> None:
-        """As ever; files grow no further by themselves either."""
+        """As ever; nor does the tier grow as values come."""
         super().resize_tier(name, extents)
         self._growing.pop(name, None)
 

@@ -69,8 +69,7 @@ def test_a_bad_place_in_files_that_joined_does_not_keep_a_tier_empty_for_ever(tm
 
     step(0)
     engine.spoil(errno.EIO, kind=Kind.WRITE, nth=3)
-    with pytest.raises(TransferError):
-        optimizer.offload("nvme", ["cpu"])
+    optimizer.offload("nvme", ["cpu"])  # over another place
     engine.heal()
     step(1)
     optimizer.close()

@@ -204,7 +204,7 @@ def test_before_there_is_state_and_without_the_tier_there_is_nothing_to_give(tmp
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"tiers": ["disk"]}, "found tier 'disk'; allowed: gpu, cpu, nvme"),
+    ({"tiers": ["disk"]}, "found the tiers ['disk']; allowed: one or more of gpu, cpu, nvme"),
     ({"tiers": ["nvme"]}, "found tier 'nvme'; allowed: a memory tier of this store (gpu, cpu)"),
     ({"tiers": ["gpu"], "to": "gpu"}, "gpu cannot be emptied into 'gpu'; allowed: cpu, nvme"),
     ({"tiers": ["gpu", "cpu"], "to": "cpu"}, "gpu, cpu cannot be emptied into 'cpu'; allowed: nvme"),

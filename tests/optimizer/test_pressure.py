@@ -407,7 +407,7 @@ def test_another_thread_asks_for_a_size_and_the_next_step_gives_it(tmp_path: Pat
         wrong = pool.submit(store.request_resize, "cpu", "16KiB").result()
         given_up = pool.submit(store.request_resize, "cpu", "160KiB").result()
         assert given_up.cancel() and not asked.done()
-        with pytest.raises(PolicyError, match="there is no tier 'disk'"):
+        with pytest.raises(PolicyError, match="found tier 'disk'"):
             pool.submit(store.request_resize, "disk", "1MiB").result()
     job.train(1)
     assert asked.result() == 5 * CHUNK and job.extents("gpu")[-1] <= 5 and job.extents("cpu")[-1] == 20

@@ -634,7 +634,7 @@ def test_tiers_of_a_full_store_change_their_size_and_no_byte(name: str) -> None:
 
 def test_sizes_are_given_as_in_a_policy(small: TieredStore) -> None:
     assert small.resize("nvme", "1MiB") == 1 << 20
-    with pytest.raises(PolicyError, match=r"no tier 'disk'.*cpu, nvme"):
+    with pytest.raises(PolicyError, match=r"found tier 'disk'.*cpu, nvme"):
         small.resize("disk", "1MiB")
     for wrong in ("1MB?", "30%", "auto", 0, 100):
         with pytest.raises(PolicyError, match="capacity"):

@@ -37,8 +37,8 @@ class FileTier(Tier):
         return sums
 
     def sums_of(self, extent: Extent) -> Sums | None:
-        """What the last write to an extent noted; None without checksums."""
-        return None if self._sums is None else self._sums[extent]
+        """What the last write to an extent noted; None without checksums, or a write."""
+        return None if self._sums is None else self._sums.get(extent)
 
     def release(self, extent: Extent) -> None:
         if self._sums is not None:
