@@ -867,6 +867,18 @@ class EndingFiles(Files):
         return self.can_exchange and super().exchange(one, other)
 
 
+class VanishingFiles(Files):
+    """The first folder that is made is gone at once: another saver took it, not locked yet, for a dead one's."""
+
+    has_vanished = False
+
+    def make_folder(self, path: str) -> None:
+        super().make_folder(path)
+        if not self.has_vanished:
+            self.has_vanished = True
+            self.remove_folder(path)
+
+
 class UnsyncedFiles(Files):
     """Cannot sync a folder any more once names have changed in it."""
 

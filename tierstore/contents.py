@@ -119,17 +119,24 @@ def form_of(member: Member) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def part_of(member: Member) -> Part:
     """Which part of a parameter this rank holds, and how it is stored."""
-    shape, strides = form_of(member)
-    whole = whole_of(member.parameter)
-    return Part.all_of(shape, strides) if whole is None else Part(whole.offsets, shape, strides)
+    return entry_of(member, member.name, (), None).part
 
 
 def whole_of(tensor: Tensor) -> Whole | None:
-    """What this rank's part of a DTensor is a part of; None for what is whole here."""
+    """What this rank's part of a DTensor is a part of; None for what is whole here.
+
+    Raises CheckpointValueError for one that is no single box here.
+    """
     if not is_sharded(tensor):
         return None
     form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # what torch's own checkpoints go by
+    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # what torch's own checkpoints go by
+    if len(chunks) != 1:
+        raise CheckpointValueError(
+            f"a tensor of shape {tuple(tensor.shape)} lies on this rank in {len(chunks)} boxes, and of one alone a "
+            f"checkpoint is made: save it with torch.distributed.checkpoint"
+        )
+    (chunk,) = chunks
     if chunk.sizes == tensor.shape:
         return None
     offsets = chunk.offsets if chunk.sizes.numel() else [0] * form.dim()
