@@ -166,6 +166,36 @@ def test_frozen_layer_empty_group_and_tensor_lr_survive(two_ranks: Ranks, tmp_pa
             assert_same_bits(found[kind], wanted[kind], kind)
 
 
+class _Tied(nn.Module):
+    """One weight in two places, of which rank 1 has nothing; and a buffer that is not sharded."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.into, self.out = nn.Linear(33, 1, bias=False), nn.Linear(33, 1, bias=False)
+        self.out.weight = self.into.weight
+        self.register_buffer("seen", torch.full((3,), float(seed)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.into(x) + self.out(torch.tanh(x))
+
+
+def _sharded_tied(*, seed: int = 0) -> nn.Module:
+    return fully_shard(_Tied(seed=seed))
+
+
+@trains_shards
+def test_a_weight_in_two_places_is_one_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(shared.save, tmp_path, _sharded_tied)
+    two_ranks.run(shared.load, tmp_path, _sharded_tied)
+    shared.load(tmp_path, _Tied)
+    with Reader(tmp_path / "saved") as reader:
+        keys = reader.header["model"]["keys"]
+        assert keys["into.weight"] == keys["out.weight"] and len(reader.entries("model")) == 2
+        assert len(reader.entries("params")) == 1
+
+
 def _load_by_pattern(folder: Path) -> None:
     shared.save(folder, shared.rows)
     wanted = torch.load(folder / "wholes")
