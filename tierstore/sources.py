@@ -43,9 +43,9 @@ class Source:
     def __init__(self, reader: Readable, results: Results) -> None:
         self.reader = reader
         self._results = results
+        self._reordered: dict[str, Tensor] = {}  # fields of what was read last
         self._windows: dict[str, tuple[int, Tensor]] = {}  # the same: elements from one on
         self._buffers: dict[str, Tensor] = {}
-        self._reordered: dict[str, Tensor] = {}  # fields of what was read last
         self._of: tuple[str, int, Part] | None = None
 
     def read(self, section: str, number: int, field: str, part: Part, start: int, into: Tensor) -> None:
