@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tierstore.checkpoint.entries import Entry
