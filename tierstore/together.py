@@ -66,13 +66,14 @@ class SharedSave(Save):
         """Write what is left, hear that all others have, and let the checkpoint be there; raises nothing."""
         if self._is_over or self._pid != os.getpid():
             return
-        try:
-            self._ranks.each(self._finish_part)
-            self._ranks.each(self._put_in_place)
-        except BaseException as error:
-            self.give_up(error)
-            self._ranks.meet()  # nobody is in the folder any more when rank 0 removes it
-        self._leave()
+        with ExitStack() as ending:  # whatever is raised again meanwhile, all ranks come to the same ends
+            ending.callback(self._leave)
+            try:
+                self._ranks.each(self._finish_part)
+                self._ranks.each(self._put_in_place)
+            except BaseException as error:
+                ending.callback(self._ranks.meet)  # nobody is in the folder any more when rank 0 removes it
+                self.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
         """Write no more of it: what stood at the path stays."""

@@ -174,6 +174,19 @@ def test_parts_that_do_not_make_a_whole_are_never_put_in_place(tmp_path: Path) -
     assert value_at(tmp_path / "c") == 0.0
 
 
+def test_an_interrupt_on_one_rank_ends_it_on_all(tmp_path: Path) -> None:
+    ThreadRanks(2).run(partial(save, tmp_path / "c", 0.0))
+
+    def interrupted(ranks: Ranks) -> None:
+        writers = HeldWriters()
+        writers.fault = KeyboardInterrupt() if ranks.rank == 1 else None
+        begin(ranks, tmp_path / "c", content(ranks, 1.0), writers).wait()
+
+    assert kinds(ThreadRanks(2).run(interrupted)) == ["RanksError", "KeyboardInterrupt"]
+    assert value_at(tmp_path / "c") == 0.0
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_one_that_nobody_waits_for_is_given_up_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ThreadRanks(2).run(partial(save, tmp_path / "c", 0.0))
 
