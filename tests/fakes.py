@@ -30,6 +30,7 @@ from tierstore.errors import CapacityError, CheckpointFileError, TransferError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Progress, Request
 from tierstore.io.threads import ThreadsEngine
 from tierstore.mapping import map_host_memory
+from tierstore.ranks import Ranks
 from tierstore.stats import Pressure
 from tierstore.store import ChunkStore
 from tierstore.tiers import FileTier, Tier
@@ -867,6 +868,18 @@ class EndingFiles(Files):
         return self.can_exchange and super().exchange(one, other)
 
 
+class VanishingFiles(Files):
+    """The first folder that is made is gone at once: another saver took it, not locked yet, for a dead one's."""
+
+    has_vanished = False
+
+    def make_folder(self, path: str) -> None:
+        super().make_folder(path)
+        if not self.has_vanished:
+            self.has_vanished = True
+            self.remove_folder(path)
+
+
 class UnsyncedFiles(Files):
     """Cannot sync a folder any more once names have changed in it."""
 
@@ -924,3 +937,60 @@ class RecordingFiles(Files):
     def exchange(self, one: str, other: str) -> bool:
         self.at_renames.append(set(self.unsynced))
         return super().exchange(one, other)
+
+
+class FailingFiles(Files):
+    """The filesystem until its nth call, which fails, as on a disk that has just broken for a moment.
+
+    Syncs nothing really, which takes most of the time of many small files.
+    """
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def sync(self, path: str) -> None:
+        pass
+
+    def __getattribute__(self, name: str) -> object:
+        if hasattr(Files, name):
+            self.left -= 1
+            if self.left == 0:
+                raise CheckpointFileError(errno.EIO, "Input/output error", name)
+        return super().__getattribute__(name)
+
+
+class ThreadRanks:
+    """Ranks that are threads of this process: one group of `count`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._barrier = threading.Barrier(count, timeout=PATIENCE_SECONDS)
+        self._told: list[Any] = [None] * count
+
+    def run(self, work: Callable[[Ranks], object]) -> list[object]:
+        """Do `work` as each rank; return the results, or what was raised, in order."""
+        results: list[object] = [None] * self.count
+
+        def be(rank: int) -> None:
+            try:
+                results[rank] = work(Ranks(rank, self.count, lambda value: self._gather(rank, value)))
+            except BaseException as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=be, args=(rank,)) for rank in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    def lose(self) -> None:
+        """Let this rank be gone: whoever waits for it hears so, and whoever will."""
+        self._barrier.abort()
+
+    def _gather(self, rank: int, value: Any) -> list[Any]:
+        self._told[rank] = value
+        self._barrier.wait()
+        told = list(self._told)
+        self._barrier.wait()
+        return told

@@ -115,6 +115,7 @@ def _about(source: Source) -> dict[str, Any]:
         "tierstore": root.tierstore_version,
         "torch": root.torch_version,
         "cpu_capability": root.cpu_capability,
+        **({"ranks": root.ranks} if root.ranks else {}),
     }
 
 

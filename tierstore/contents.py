@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.checkpoint import extra
-from tierstore.checkpoint.entries import Entry
+from tierstore.checkpoint.entries import Entry, Whole
+from tierstore.checkpoint.parts import Part
 from tierstore.errors import CheckpointValueError, DamagedCheckpointError
 from tierstore.layout import Field, stored_strides
 from tierstore.members import Member
@@ -101,14 +102,11 @@ def names_of(groups: Groups, model: nn.Module | None) -> dict[int, str] | None:
 
 
 def entry_of(member: Member, name: str, fields: Sequence[Field], step: float | None) -> Entry:
-    """The entry of a parameter with these fields of its state, as others see them.
-
-    Raises CheckpointValueError for one that is a rank's part of a whole.
-    """
-    refuse_sharded(member, CheckpointValueError)
+    """The entry of a parameter, or of this rank's part of it, with these fields of its state, as others see them."""
     shape, strides = form_of(member)
     dtypes = {field.name: field_dtype(member, field.dtype) for field in fields}
-    return Entry(name, shape, strides, member.dtype, dtypes, step, {"group": member.group})
+    whole = whole_of(member.parameter)
+    return Entry(name, shape, strides, member.dtype, dtypes, step, {"group": member.group}, whole)
 
 
 def form_of(member: Member) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -119,18 +117,40 @@ def form_of(member: Member) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape[:-1], tuple(stride // 2 for stride in strides[:-1])
 
 
+def part_of(member: Member) -> Part:
+    """Which part of a parameter this rank holds, and how it is stored."""
+    return entry_of(member, member.name, (), None).part
+
+
+def whole_of(tensor: Tensor) -> Whole | None:
+    """What this rank's part of a DTensor is a part of; None for what is whole here.
+
+    Raises CheckpointValueError for one that is no single box here.
+    """
+    if not is_sharded(tensor):
+        return None
+    form = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # what torch's own checkpoints go by
+    if len(chunks) != 1:
+        raise CheckpointValueError(
+            f"a tensor of shape {tuple(tensor.shape)} lies on this rank in {len(chunks)} boxes, and of one alone a "
+            f"checkpoint is made: save it with torch.distributed.checkpoint"
+        )
+    (chunk,) = chunks
+    if chunk.sizes == tensor.shape:
+        return None
+    offsets = chunk.offsets if chunk.sizes.numel() else [0] * form.dim()
+    return Whole(tuple(form.shape), stored_strides(form), tuple(offsets))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, of which other ranks may hold other parts."""
+    return hasattr(tensor, "_local_tensor")
+
+
 def field_dtype(member: Member, dtype: torch.dtype) -> torch.dtype:
     """What a field of a complex parameter's state is to others, which is kept as pairs of real numbers."""
     return _COMPLEX[dtype] if member.dtype.is_complex else dtype
-
-
-def refuse_sharded(member: Member, error: type[Exception]) -> None:
-    """Raise an error for a parameter that is a DTensor: its ranks' parts make no checkpoint here."""
-    if hasattr(member.parameter, "_local_tensor"):
-        raise error(
-            f"{member.name} is sharded over ranks: save and load with torch.distributed.checkpoint and the state dicts "
-            f"of torch.distributed.checkpoint.state_dict"
-        )
 
 
 def _group(path: str, group: Mapping[str, Json]) -> tuple[dict[str, Any], tuple[int, ...]]:

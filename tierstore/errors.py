@@ -24,6 +24,7 @@ TierstoreError
 |   +-- DamagedCheckpointError (ValueError)  what is stored contradicts itself or its checksums; none of it is believed
 |   |   +-- IncompleteCheckpointError   one that was never finished
 |   +-- CheckpointValueError (ValueError)  what was given to be saved cannot be stored: names the key's path
+|   +-- RanksError (RuntimeError)       of the ranks that save or load together one has failed, or does not answer
 +-- InvariantError (AssertionError)     store.check() found the store inconsistent: a fault of tierstore's own
 
 PartialStateWarning (UserWarning)       not an error: a partial state dict, and what it lacks
@@ -141,6 +142,10 @@ class IncompleteCheckpointError(DamagedCheckpointError):
 
 class CheckpointValueError(CheckpointError, ValueError):
     """What was given to be saved cannot be stored, or is not what was announced."""
+
+
+class RanksError(CheckpointError, RuntimeError):
+    """Ranks that save or load one checkpoint together could not do it all; raised on each of them."""
 
 
 class InvariantError(TierstoreError, AssertionError):

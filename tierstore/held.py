@@ -7,6 +7,7 @@ they are given: torch replaces them on every load.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -207,13 +208,16 @@ class Held:
     def close(self) -> None:
         """Give back memory, files and threads; the state is gone. Idempotent.
 
-        An unfinished checkpoint is finished first; its error is raised once all is given back.
+        An unfinished checkpoint is finished first; its error is raised once all is given back. One that other ranks
+        write too is given up where an error is on its way: they may never come here.
         """
         with self.alone(), ExitStack() as closing:
             self._is_closed = True
             closing.callback(self._let_go)
             if self._monitor is not None and self.binding is not None and not self.binding.store.is_closed:
                 closing.callback(self._monitor.end, self.binding.store)
+            if self.save is not None and sys.exception() is not None:
+                self.save.finish_alone()
             self.end_save("wait")
 
     def _let_go(self) -> None:

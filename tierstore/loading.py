@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tierstore.ahead import ReadAhead
 from tierstore.binding import Binding
 from tierstore.capture import SECTION
-from tierstore.contents import Groups, Header, form_of, names_of
+from tierstore.contents import Groups, Header, names_of, part_of
 from tierstore.cores import leaving_one_free
 from tierstore.errors import FailedStepError, StateDictError, TransferError
 from tierstore.handed import Handed
@@ -131,7 +131,7 @@ class Load:
 
     def _write(self, binding: Binding | None, handed: Handed | None) -> None:
         entries = self.match.entries
-        nbytes = sum(entry.nbytes for entry in entries.values()) + (self.weights.nbytes if self.weights else 0)
+        nbytes = self.match.nbytes + (self.weights.nbytes if self.weights else 0)
         with Bar(f"loading {Path(self.path).name}", nbytes) as bar, leaving_one_free():
             if self.weights is not None:
                 self.weights.load(bar.add)
@@ -157,7 +157,7 @@ class Filling:
             for position, entry in load.match.entries.items()
             if has_state(entry) and binding.keeps_state(position)
         }
-        self._strides = {position: form_of(binding.members[position])[1] for position in self._entries}
+        self._parts = {position: part_of(binding.members[position]) for position in self._entries}
         self._scratch = Scratch()
         self._tell = tell
         self._bytes = {
@@ -219,7 +219,7 @@ class Filling:
         entry = self._entries[span.parameter]
         dtype = entry.fields[name]
         width = 2 if dtype.is_complex else 1
-        where = SECTION, self._numbers[span.parameter], name, self._strides[span.parameter]
+        where = SECTION, self._numbers[span.parameter], name, self._parts[span.parameter]
         place = None if name == MASTER and is_split(chunk.cls) else chunk.part(record, name, span)
         if place is not None and place.dtype == dtype:
             self._source.read(*where, span.start, place)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierstore.checkpoint.entries import Entry
-from tierstore.contents import Groups, Header, form_of, refuse_sharded
+from tierstore.contents import Groups, Header, entry_of, part_of
 from tierstore.errors import StateDictError
 from tierstore.members import Member
 from tierstore.records import MASTER
@@ -51,6 +51,12 @@ class Match:
         """What is stored, by position; of a parameter without state there may be nothing."""
         return {p: self._entries[number] for p, number in self.numbers.items() if number in self._entries}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be read here."""
+        sizes = {p: sum(dtype.itemsize for dtype in entry.fields.values()) for p, entry in self.entries.items()}
+        return sum(part_of(self.members[position]).numel * size for position, size in sizes.items())
+
     def check(self, rule: Rule) -> None:
         """Refuse state that is not the rule's, or of parameters of another shape."""
         for position, entry in self.entries.items():
@@ -88,8 +94,7 @@ class Match:
         self.numbers = {p: number for p, number in pairs if select is None or names is None or select(names[p])}
 
     def _check(self, rule: Rule, member: Member, entry: Entry) -> None:
-        refuse_sharded(member, StateDictError)
-        shape, _ = form_of(member)
+        shape = entry_of(member, member.name, (), None).of_whole().shape
         if entry.shape != shape or entry.dtype.is_complex != member.dtype.is_complex:
             raise StateDictError(
                 f"{entry.name} in {self.path} has shape {entry.shape} and is {entry.dtype}; {member.name} has shape "

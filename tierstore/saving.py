@@ -13,8 +13,9 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import nn
 
@@ -26,6 +27,7 @@ from tierstore.checkpoint.writer import Writer
 from tierstore.contents import Groups, encode_others, entry_of, names_of, write_header
 from tierstore.cores import leaving_one_free
 from tierstore.errors import CheckpointValueError, ForkedStoreError
+from tierstore.layout import Field
 from tierstore.members import Member, survey
 from tierstore.policy import IoSettings
 from tierstore.progress import Bar
@@ -43,6 +45,7 @@ Compression = Literal["none", "zstd"]
 IfBusy = Literal["wait", "error"]
 OpenWriter = Callable[..., Writer]
 Path_ = str | os.PathLike[str]
+Kind = TypeVar("Kind", bound="Save")
 
 _log = logging.getLogger("tierstore.saving")
 _unfinished: set[Any] = set()
@@ -51,6 +54,9 @@ _unfinished: set[Any] = set()
 
 class Save:
     """One checkpoint on its way to disk. For the thread that trains."""
+
+    is_shared: ClassVar = False
+    """Whether other ranks write it too, so that it is finished by all of them or none."""
 
     def __init__(
         self,
@@ -64,7 +70,7 @@ class Save:
         self._behind = behind
         self._capture = capture
         self._total_bytes = total_bytes
-        self._alone = alone
+        self.alone = alone
         self._is_told = False
         self._pid = os.getpid()
 
@@ -73,6 +79,11 @@ class Save:
         """Whether the checkpoint is there, or has failed; what is not yet copied is so by the next step or `wait`."""
         return self._behind.is_over
 
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong."""
+        return self._behind.error
+
     def wait(self) -> None:
         """Wait until the checkpoint is there, complete and on the disk; what training has not come to is copied now.
 
@@ -80,11 +91,11 @@ class Save:
         """
         if self._pid != os.getpid():
             raise ForkedStoreError(f"process {self._pid} writes {self.path}, and this is a fork of it: it waits for it")
-        with self._alone():
+        with self.alone():
             self.finish()
         self._is_told = True
-        if self._behind.error is not None:
-            raise self._behind.error
+        if self.error is not None:
+            raise self.error
 
     def finish(self) -> None:
         """As `wait`, for who is alone already; raises nothing. In a fork, where nothing is written, it does nothing."""
@@ -106,56 +117,91 @@ class Save:
                 self._is_told = True
                 raise
 
+    def give_up(self, error: BaseException) -> None:
+        """Write no more of it: what stood at the path stays."""
+        self._behind.fail(error)
+        self._behind.wait_until_over()
+        _unfinished.discard(self)
+
+    def finish_alone(self) -> None:
+        """As `finish`, where no other process may be waited for: the program ends, or an error is on its way."""
+        self.finish()
+
     def take_error(self) -> BaseException | None:
         """What went wrong, if that was not told yet."""
         if not self.is_over or self._is_told:
             return None
         self._is_told = True
         _unfinished.discard(self)
-        return self._behind.error
+        return self.error
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one process has to save: a header, entries by number, and where their values are."""
+
+    header: dict[str, Any]
+    extra: object
+    params: Mapping[int, Entry]
+    model: Mapping[int, Entry]
+    weights: Weights | None
+    binding: Binding | None
+
+    @classmethod
+    def of(cls, groups: Groups, rule: Rule, binding: Binding | None, model: nn.Module | None, extra: object) -> Content:
+        """Look at all of it, copying nothing; `binding` holds the state, None: there is none.
+
+        Raises CheckpointValueError for what cannot be stored.
+        """
+        members = survey(groups, rule) if binding is None else binding.members
+        names = names_of(groups, model)
+        weights = Weights.of(model) if model is not None else None
+        header = write_header(
+            rule.name,
+            groups,
+            {id(member.parameter): position for position, member in enumerate(members)},
+            is_named=names is not None,
+            model=None if weights is None else {"keys": weights.keys, "others": encode_others(weights.others)},
+        )
+        of_model = dict(enumerate(weights.entries)) if weights is not None else {}
+        return cls(header, extra, dict(enumerate(_entries(members, names, binding))), of_model, weights, binding)
+
+    @property
+    def wanted(self) -> Wanted:
+        """The fields of each parameter's state."""
+        return {position: tuple(entry.fields) for position, entry in self.params.items() if entry.fields}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(entry.nbytes for entry in (*self.params.values(), *self.model.values()))
 
 
 def begin(
     path: Path_,
-    groups: Groups,
-    rule: Rule,
-    binding: Binding | None,
+    content: Content,
     alone: Callable[[], AbstractContextManager[None]],
     *,
-    model: nn.Module | None,
-    extra: object,
     compression: Compression,
     keep_last: int | None,
     open_writer: OpenWriter = Writer,
-) -> Save:
-    """Begin a checkpoint of state as it is now; `binding` holds it, None: there is none.
+    kind: Callable[..., Kind],
+) -> Kind:
+    """Begin a checkpoint of state as it is now; `kind` makes what stands for it.
 
     When this returns, the model is copied, and each chunk will be before it changes. Raises CheckpointError for what
     cannot be stored, or a path that cannot be written.
     """
-    if keep_last is not None and keep_last < 1:
-        raise CheckpointValueError(f"keep_last is {keep_last}: give 1 or more, or None to keep all")
-    members = survey(groups, rule) if binding is None else binding.members
-    names = names_of(groups, model)
-    weights = Weights.of(model) if model is not None else None
-    wanted = {} if binding is None else {position: field_order(binding, position) for position in sorted(binding.steps)}
-    header = write_header(
-        rule.name,
-        groups,
-        {id(member.parameter): position for position, member in enumerate(members)},
-        is_named=names is not None,
-        model=None if weights is None else {"keys": weights.keys, "others": encode_others(weights.others)},
-    )
-    entries = _entries(members, names, binding, wanted)
+    check_keep_last(keep_last)
+    binding, nbytes = content.binding, content.nbytes
     with ExitStack() as undoing:
-        writer = undoing.enter_context(open_writer(path, header=header, compression=compression))
-        writer.keep(extra)
-        for number, entry in enumerate(entries):
+        writer = undoing.enter_context(open_writer(path, header=content.header, compression=compression))
+        writer.keep(content.extra)
+        for number, entry in content.params.items():
             writer.add(SECTION, number, entry)
-        for number, entry in enumerate(weights.entries if weights is not None else ()):
+        for number, entry in content.model.items():
             writer.add(WEIGHTS, number, entry)
-        capture = None if binding is None else binding.capture_of(wanted)
-        nbytes = sum(entry.nbytes for entry in (*entries, *(weights.entries if weights is not None else ())))
+        capture = None if binding is None else binding.capture_of(content.wanted)
         buffer_bytes = max(
             capture.buffer_bytes if capture is not None else 0, min(PART_BYTES, max(nbytes, LEAST_BYTES))
         )
@@ -164,11 +210,11 @@ def begin(
             writer, path=os.fspath(path), buffer_bytes=buffer_bytes, keep_last=keep_last, timeout_seconds=timeout
         )
         undoing.pop_all()  # the writer is the thread's now
-    save = Save(path, behind, capture, nbytes, alone)
+    save = kind(path, behind, capture, nbytes, alone)
     try:
-        if weights is not None:
+        if content.weights is not None:
             with leaving_one_free():
-                weights.put(behind, buffer_bytes)
+                content.weights.put(content.model, behind, buffer_bytes)
     except BaseException as error:
         behind.fail(error)
         behind.wait_until_over()
@@ -181,15 +227,21 @@ def begin(
     return save
 
 
-def _entries(
-    members: Sequence[Member], names: Mapping[int, str] | None, binding: Binding | None, wanted: Wanted
-) -> list[Entry]:
+def check_keep_last(keep_last: int | None) -> None:
+    """Refuse to keep none. Raises CheckpointValueError."""
+    if keep_last is not None and keep_last < 1:
+        raise CheckpointValueError(f"keep_last is {keep_last}: give 1 or more, or None to keep all")
+
+
+def _entries(members: Sequence[Member], names: Mapping[int, str] | None, binding: Binding | None) -> list[Entry]:
     """The entries of all parameters, in order."""
     counts = binding.steps.numbers() if binding is not None and binding.rule.counts_steps else {}
     found = []
     for position, member in enumerate(members):
-        there = {} if binding is None else {field.name: field for field in binding.fields_of(position)}
-        fields = [there[name] for name in wanted.get(position, ())]
+        fields: list[Field] = []
+        if binding is not None and position in binding.steps:
+            there = {field.name: field for field in binding.fields_of(position)}
+            fields = [there[name] for name in field_order(binding, position)]
         name = member.name if names is None else names[id(member.parameter)]
         found.append(entry_of(member, name, fields, counts.get(position)))
     return found
@@ -205,7 +257,10 @@ def _finish_all() -> None:
     """Finish what is under way when the interpreter ends, while threads can still be had."""
     for save in list(_unfinished):
         try:
-            save.wait()
+            with save.alone():
+                save.finish_alone()
+            if (error := save.take_error()) is not None:
+                raise error
         except Exception as error:
             _log.error("the checkpoint %s is lost: %r", save.path, error)
 

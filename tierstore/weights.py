@@ -6,7 +6,7 @@ tensors must be plain JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.behind import Sink, WriteBehind
-from tierstore.checkpoint.entries import VALUES, Entry
-from tierstore.contents import Header, decode_others
+from tierstore.checkpoint.entries import VALUES, Entry, Whole
+from tierstore.contents import Header, decode_others, is_sharded, whole_of
 from tierstore.errors import CheckpointValueError, StateDictError
 from tierstore.layout import in_storage_order_of, storage_order, stored_strides
 from tierstore.matching import listed
@@ -32,7 +32,10 @@ Json = Any
 
 @dataclass(frozen=True)
 class Weights:
-    """What of a model is saved: tensors and their entries, which of them each key means, and what is no tensor."""
+    """What of a model is saved: tensors and their entries, which of them each key means, and what is no tensor.
+
+    Of a tensor that is sharded over ranks, the part that this one holds.
+    """
 
     tensors: list[Tensor]
     entries: list[Entry]
@@ -43,24 +46,26 @@ class Weights:
     def of(cls, model: nn.Module) -> Weights:
         """Look at a model; copies nothing. Raises CheckpointValueError for what cannot be stored."""
         found = cls([], [], {}, {})
+        objects = {key: id(t) for key, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         numbers: dict[tuple[Any, ...], int] = {}
         for key, value in model.state_dict().items():
             if not isinstance(value, Tensor):
                 found.others[key] = value
                 continue
             _refuse_what_has_no_values(key, value, CheckpointValueError)
-            tensor = value.detach().resolve_conj().resolve_neg()
-            alike = _identity(tensor)
+            tensor = local_part(value).detach().resolve_conj().resolve_neg()
+            alike = ("of", objects.get(key, key)) if is_sharded(value) else _identity(tensor)  # the same for all ranks
             if alike not in numbers:
                 numbers[alike] = len(found.tensors)
                 found.tensors.append(tensor)
-                found.entries.append(entry_of(key, tensor))
+                found.entries.append(entry_of(key, tensor, whole_of(value)))
             found.keys[key] = numbers[alike]
         return found
 
-    def put(self, behind: WriteBehind, buffer_bytes: int) -> None:
-        """Copy all of it into buffers of `buffer_bytes`, to be written."""
-        for number, tensor in enumerate(self.tensors):
+    def put(self, numbers: Iterable[int], behind: WriteBehind, buffer_bytes: int) -> None:
+        """Copy the tensors of these numbers into buffers of `buffer_bytes`, to be written."""
+        for number in numbers:
+            tensor = self.tensors[number]
             flat, size = in_storage_order_of(tensor, tensor), tensor.dtype.itemsize
             for start in range(0, len(flat), buffer_bytes // size):
                 part = flat[start : start + buffer_bytes // size]
@@ -70,9 +75,16 @@ class Weights:
                 behind.put(buffer, partial(_write, number, start, values), nbytes)
 
 
-def entry_of(name: str, tensor: Tensor) -> Entry:
-    """The entry of a tensor that is stored as it is."""
-    return Entry(name, tuple(tensor.shape), stored_strides(tensor), tensor.dtype, {VALUES: tensor.dtype})
+def entry_of(name: str, tensor: Tensor, whole: Whole | None) -> Entry:
+    """The entry of a tensor that is stored as it is, or of a part of `whole`."""
+    fields = {VALUES: tensor.dtype}
+    return Entry(name, tuple(tensor.shape), stored_strides(tensor), tensor.dtype, fields, whole=whole)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of it, if it is not sharded. Shares its memory."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.wait() if hasattr(local, "wait") else local  # a collective may still be under way
 
 
 class Restoration:
@@ -104,34 +116,34 @@ class Restoration:
         """Write the values into the model's own tensors; `tell` hears how many bytes more are read."""
         loaded: set[tuple[Any, ...]] = set()
         rest: dict[str, Any] = dict(self._others)
-        own = {_memory(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        own = {_memory(local_part(tensor)) for tensor in (*self._model.parameters(), *self._model.buffers())}
         for key, number in self._keys.items():
             target = self._state[key]
-            if _memory(target) not in own:  # made by a hook: only its module knows where the values belong
-                target = rest[key] = torch.empty_like(target, device="cpu")
-            if (alike := (number, *_identity(target))) not in loaded:
+            if _memory(local_part(target)) not in own:  # made by a hook: only its module knows where the values belong
+                device = target.device if is_sharded(target) else "cpu"
+                target = rest[key] = torch.empty_like(target, device=device)
+            if (alike := (number, *_identity(local_part(target)))) not in loaded:
                 loaded.add(alike)
-                self._load(number, target, tell)
+                self._load(number, local_part(target), whole_of(target), tell)
         if rest:
             self._model.load_state_dict(rest, strict=False)
 
-    def _load(self, number: int, target: Tensor, tell: Callable[[int], None]) -> None:
-        entry = self._entries[number]
-        dtype, strides = entry.fields[VALUES], stored_strides(target)
+    def _load(self, number: int, target: Tensor, whole: Whole | None, tell: Callable[[int], None]) -> None:
+        dtype, wanted = self._entries[number].fields[VALUES], entry_of("", target, whole).part
         flat = storage_order(target)
-        whole = torch.empty_strided(target.shape, strides, dtype=target.dtype) if flat is None else target
-        flat = storage_order(whole)
+        dense = torch.empty_strided(target.shape, wanted.stride, dtype=target.dtype) if flat is None else target
+        flat = storage_order(dense)
         assert flat is not None
         for start in range(0, len(flat), PART_ELEMENTS):
             part = flat[start : start + PART_ELEMENTS]
             is_direct = part.dtype == dtype and part.device.type == "cpu"
             into = part if is_direct else torch.empty(len(part), dtype=dtype, device="cpu")
-            self._source.read(SECTION, number, VALUES, strides, start, into)
+            self._source.read(SECTION, number, VALUES, wanted, start, into)
             if not is_direct:
                 part.copy_(into)
             tell(len(part) * dtype.itemsize)
-        if whole is not target:
-            target.copy_(whole)
+        if dense is not target:
+            target.copy_(dense)
 
     def _refuse_another(self) -> None:
         stored = {**self._keys, **self._others}
@@ -166,9 +178,7 @@ def _write(number: int, start: int, values: Tensor, sink: Sink) -> None:
 
 
 def _refuse_what_has_no_values(key: str, value: Tensor, error: type[Exception]) -> None:
-    """Raise an error for a tensor without plain values of its own in this process."""
-    if hasattr(value, "_local_tensor"):
-        raise error(f"model.{key} is sharded over ranks: save and load it with torch.distributed.checkpoint, as before")
+    """Raise an error for a tensor without plain values."""
     if value.is_meta or value.layout is not torch.strided or value.is_quantized:
         what = "on the meta device and has no values" if value.is_meta else "sparse or quantized"
         raise error(f"model.{key} is {what}: it can be neither saved nor loaded")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes import KILLED, EndingFiles, UnsyncedFiles
+from tests.fakes import KILLED, EndingFiles, UnsyncedFiles, VanishingFiles
 from tests.unit.test_checkpoint import load, save
 from tierstore.checkpoint import Reader, TorchFile, Writer
 from tierstore.checkpoint.files import Files
@@ -313,4 +313,14 @@ def test_without_locks_of_folders_nothing_of_anybodys_is_removed(
         assert len(os.listdir(tmp_path)) == 2
     with Reader(tmp_path / "c") as reader:
         assert load(reader).equal(NEW)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_folder_that_another_saver_has_removed_before_it_was_locked_is_made_anew(tmp_path: Path) -> None:
+    """Two that save into one folder clean it up both; ranks that save together do so every time."""
+    files = VanishingFiles()
+    save(tmp_path / "c", NEW, files=files)
+    assert files.has_vanished
+    with Reader(tmp_path / "c") as reader:
+        assert torch.equal(load(reader), NEW)
     assert os.listdir(tmp_path) == ["c"]

@@ -67,8 +67,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("rules", "scratch", "masters", "onepass", "compiled", "kernels", "results", "checkpoint", "members"),
         *("counts", "cuts", "records", "ahead", "behind", "capture", "blueprint", "binding", "handed", "states"),
         *("state_view", "state_dicts", "update", "failures", "normed", "monitor", "progress", "sources"),
-        *("contents", "matching", "weights", "saving", "held", "loading", "arrivals", "beside", "backward"),
-        *("checkpointed", "offloading", "tiered", "optimizer"),
+        *("contents", "ranks", "matching", "weights", "saving", "together", "held", "loading", "arrivals"),
+        *("beside", "backward", "checkpointed", "offloading", "tiered", "optimizer"),
     ),
     "front": (
         *("", "output", "export", "demo", "doctor", "seen", "top", "report", "forecast", "checkpoint_view"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
 from tierstore.checkpoint.geometry import Compression
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Path = str | os.PathLike[str]
 
@@ -32,10 +35,18 @@ class Checkpointable(Protocol):
         compression: Compression = "none",
         keep_last: int | None = None,
         if_busy: Literal["wait", "error"] = "wait",
+        process_group: ProcessGroup | None = None,
     ) -> Waitable:
         """Save one."""
 
-    def load_checkpoint(self, path: Path, model: nn.Module | None = None, *, params: str | None = None) -> Any:
+    def load_checkpoint(
+        self,
+        path: Path,
+        model: nn.Module | None = None,
+        *,
+        params: str | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> Any:
         """Load one, and return its `extra`."""
 
 
@@ -49,13 +60,28 @@ def save(
     compression: Compression = "none",
     keep_last: int | None = None,
     if_busy: Literal["wait", "error"] = "wait",
+    process_group: ProcessGroup | None = None,
 ) -> Waitable:
     """Save an optimizer's state, and a model's weights; see `save_checkpoint` of the optimizer."""
     return optimizer.save_checkpoint(
-        path, model, extra, wait, compression=compression, keep_last=keep_last, if_busy=if_busy
+        path,
+        model,
+        extra,
+        wait,
+        compression=compression,
+        keep_last=keep_last,
+        if_busy=if_busy,
+        process_group=process_group,
     )
 
 
-def load(path: Path, optimizer: Checkpointable, model: nn.Module | None = None, *, params: str | None = None) -> Any:
+def load(
+    path: Path,
+    optimizer: Checkpointable,
+    model: nn.Module | None = None,
+    *,
+    params: str | None = None,
+    process_group: ProcessGroup | None = None,
+) -> Any:
     """Load a checkpoint into an optimizer, and a model; see `load_checkpoint` of the optimizer. Returns its `extra`."""
-    return optimizer.load_checkpoint(path, model, params=params)
+    return optimizer.load_checkpoint(path, model, params=params, process_group=process_group)

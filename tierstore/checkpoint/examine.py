@@ -85,10 +85,11 @@ def problems(path: str | os.PathLike[str], tell: Tell) -> Iterator[str]:
             for number, entry in source.entries(section).items():
                 for field in entry.fields:
                     yield from _damage(source, section, number, field, entry, tell)
-        try:
-            source.extra()
-        except CheckpointError as error:
-            yield str(error)
+        for rank in range(source.ranks):
+            try:
+                source.extra(rank)
+            except CheckpointError as error:
+                yield str(error)
 
 
 def differences(one: Source, other: Source, tell: Tell) -> Iterator[Difference]:
@@ -154,16 +155,18 @@ def _damage(source: Source, section: str, number: int, field: str, entry: Entry,
 
 def _strange_documents(source: Reader) -> Iterator[str]:
     """Find nodes whose own documents are missing, or not what the topmost one says of them."""
-    document = load(source.path, source.tree.read(METADATA, MOST_METADATA_BYTES))
-    inline = document.get("consolidated_metadata")
-    for name, wanted in (inline["metadata"] if isinstance(inline, dict) else {}).items():
-        try:
-            found = load(f"{source.path}/{name}", source.tree.read(f"{name}/{METADATA}", MOST_METADATA_BYTES))
-        except CheckpointError as error:
-            yield str(error)
-            continue
-        if found != wanted:
-            yield f"{source.path}/{name}/{METADATA} is not what the topmost {METADATA} says of it"
+    for prefix in source.prefixes:
+        document = load(source.path, source.tree.read(f"{prefix}{METADATA}", MOST_METADATA_BYTES))
+        inline = document.get("consolidated_metadata")
+        for name, wanted in (inline["metadata"] if isinstance(inline, dict) else {}).items():
+            node = f"{prefix}{name}"
+            try:
+                found = load(f"{source.path}/{node}", source.tree.read(f"{node}/{METADATA}", MOST_METADATA_BYTES))
+            except CheckpointError as error:
+                yield str(error)
+                continue
+            if found != wanted:
+                yield f"{source.path}/{node}/{METADATA} is not what {prefix}{METADATA} says of it"
 
 
 def _digest(where: str, tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 _NATIVE = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -63,3 +64,8 @@ def fill_value(dtype: torch.dtype) -> object:
     if stored.startswith("complex"):
         return [0.0, 0.0]
     return 0.0 if stored.startswith("float") else 0
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """View a 1-D CPU tensor as its bytes, or those of a copy if its elements do not lie side by side."""
+    return values.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)

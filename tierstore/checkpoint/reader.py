@@ -11,6 +11,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -26,10 +27,12 @@ from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files, resolved
 from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES
+from tierstore.checkpoint.kinds import as_bytes
+from tierstore.checkpoint.parts import Part, Read, gather
 from tierstore.checkpoint.replacement import recover, unfinished_beside
-from tierstore.checkpoint.root import MOST_METADATA_BYTES, parse_root
+from tierstore.checkpoint.root import MOST_METADATA_BYTES, Root, parse_root
 from tierstore.checkpoint.tree import Tree
-from tierstore.checkpoint.writer import as_bytes
+from tierstore.checkpoint.wholes import RANKS, folder_of, unite
 from tierstore.errors import (
     CheckpointValueError,
     DamagedCheckpointError,
@@ -40,6 +43,20 @@ from tierstore.errors import (
 _NODE = re.compile(r"(?P<section>[a-z]+)(/(?P<number>[0-9]{6,12})(/(?P<field>[A-Za-z_][A-Za-z0-9_]{0,63}))?)?")
 _MISSING = 2**64 - 1
 _MOST_INDEXES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """What one writer has written, at the top or below `ranks`. Names of arrays are those from the top."""
+
+    root: Root
+    entries: Mapping[str, Mapping[int, Entry]]
+    arrays: Mapping[str, ArrayNode]
+    prefix: str
+
+    def node_of(self, section: str, number: int) -> str:
+        """The group of an entry."""
+        return f"{self.prefix}{section}/{node_name(number)}"
 
 
 class Reader:
@@ -56,8 +73,12 @@ class Reader:
         try:
             document = load(f"{self.path}/{METADATA}", self.tree.read(METADATA, MOST_METADATA_BYTES))
             self.root = parse_root(self.path, document)
-            self._entries, self._arrays = self._survey(_nodes(self.path, self.tree, document))
-            self._check_counts()
+            self._folders = [self._survey(*found) for found in self._documents(document)]
+            self._arrays = {name: array for folder in self._folders for name, array in folder.arrays.items()}
+            self._entries: dict[str, dict[int, Entry]] = {section: {} for section in SECTIONS}
+            self._stored: dict[tuple[str, int], list[tuple[str, Part]]] = {}
+            self._unite()
+            self._check_counts(self.root, self._entries)
             for name, array in self._arrays.items():
                 self._check_files(name, array)
         except BaseException:
@@ -77,6 +98,16 @@ class Reader:
         """What the writer was given as header."""
         return self.root.header
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks have written it."""
+        return len(self._folders)
+
+    @property
+    def prefixes(self) -> list[str]:
+        """What the names of nodes begin with, of each rank."""
+        return [folder.prefix for folder in self._folders]
+
     def entries(self, section: str) -> Mapping[int, Entry]:
         """The entries of a section, by number, in order."""
         return MappingProxyType(self._entries.get(section, {}))
@@ -86,29 +117,36 @@ class Reader:
 
         Raises DamagedCheckpointError for a block that is not what was written; `into` then holds anything.
         """
-        name = f"{section}/{node_name(number)}/{field}"
-        if name not in self._arrays:
-            raise CheckpointValueError(f"{self.path} has no {name}")
-        array, dtype = self._arrays[name], self._entries[section][number].fields[field]
+        entry = self._entries.get(section, {}).get(number)
+        if entry is None or field not in entry.fields:
+            raise CheckpointValueError(f"{self.path} has no {section}/{node_name(number)}/{field}")
+        name, dtype = f"{section}/{node_name(number)}/{field}", entry.fields[field]
         if into.dim() != 1 or into.dtype != dtype or into.device.type != "cpu" or not into.is_contiguous():
             raise CheckpointValueError(f"{name} is read into 1-D contiguous CPU tensors of {dtype}")
-        if start < 0 or start + len(into) > array.geometry.elements:
+        if start < 0 or start + len(into) > entry.numel:
             raise CheckpointValueError(
-                f"{name} has {array.geometry.elements:,} elements, not those from {start:,} to {start + len(into):,}"
+                f"{name} has {entry.numel:,} elements, not those from {start:,} to {start + len(into):,}"
             )
-        if len(into):
-            self._read(name, array, start, as_bytes(into).numpy())
+        gather(entry.part, self.parts(section, number, field), start, into)
 
-    def extra(self) -> Any:
-        """What the writer was told to keep, with the types it had. Tensors are on the CPU."""
-        return extra.decode(self.root.extra, self._tensor)
+    def parts(self, section: str, number: int, field: str) -> list[tuple[Part, Read]]:
+        """The parts in which a field is stored, and what reads elements of each in its own storage order."""
+        return [(part, partial(self._read, f"{node}/{field}")) for node, part in self._stored[section, number]]
 
-    def _tensor(self, number: int) -> Tensor:
-        entry = self._entries["extra"].get(number) if type(number) is int else None
+    def extra(self, rank: int = 0) -> Any:
+        """What the writer was told to keep, with the types it had; of a rank there was none of, what rank 0 kept.
+
+        Tensors are on the CPU.
+        """
+        folder = self._folders[rank if rank < len(self._folders) else 0]
+        return extra.decode(folder.root.extra, partial(self._tensor, folder))
+
+    def _tensor(self, folder: _Folder, number: int) -> Tensor:
+        entry = folder.entries["extra"].get(number) if type(number) is int else None
         if entry is None or dict(entry.fields) != {VALUES: entry.dtype}:
             raise DamagedCheckpointError(f"{self.path}: extra has no tensor {str(number)[:40]}")
         flat = torch.empty(entry.numel, dtype=entry.dtype)
-        self.read("extra", number, VALUES, 0, flat)
+        self._read(f"{folder.node_of('extra', number)}/{VALUES}", 0, flat)
         return flat.as_strided(entry.shape, entry.stride)
 
     def close(self) -> None:
@@ -118,7 +156,11 @@ class Reader:
             self._blocks = None
         self.tree.close()
 
-    def _read(self, name: str, array: ArrayNode, start: int, target: Buffer) -> None:
+    def _read(self, name: str, start: int, into: Tensor) -> None:
+        """Read elements of one array."""
+        if not len(into):
+            return
+        array, target = self._arrays[name], as_bytes(into).numpy()
         geometry, blocks = array.geometry, self._buffers()
         blocks.forget_error()
         numbers = geometry.blocks_of(start, len(target) // geometry.itemsize)
@@ -195,16 +237,50 @@ class Reader:
             self._indexes.popitem(last=False)
         return index
 
-    def _survey(self, nodes: Mapping[str, Json]) -> tuple[dict[str, dict[int, Entry]], dict[str, ArrayNode]]:
-        """Read all entries and arrays from the documents."""
+    def _documents(self, document: Mapping[str, Json]) -> Iterator[tuple[str, Root, Mapping[str, Json]]]:
+        """The folders of writers: their prefixes, their topmost groups, and the documents of all nodes in each."""
+        if not self.root.ranks:
+            yield "", self.root, _nodes(self.path, self.tree, "", document)
+        for rank in range(self.root.ranks):
+            name = folder_of(rank)
+            if not self.tree.has(f"{name}/{METADATA}"):
+                raise IncompleteCheckpointError(f"{self.path}/{name} is missing: the checkpoint is not complete")
+            its = load(f"{self.path}/{name}", self.tree.read(f"{name}/{METADATA}", MOST_METADATA_BYTES))
+            root = parse_root(f"{self.path}/{name}", its)
+            if root.ranks:
+                raise DamagedCheckpointError(f"{self.path}/{name} is of ranks itself, which no checkpoint is")
+            yield f"{name}/", root, _nodes(self.path, self.tree, name, its)
+
+    def _unite(self) -> None:
+        """Say of each tensor what it is as a whole, and where its parts are stored."""
+        if not self.root.ranks:
+            (folder,) = self._folders
+            for section, entries in folder.entries.items():
+                self._entries[section] = dict(entries)
+                self._stored |= {(section, n): [(folder.node_of(section, n), e.part)] for n, e in entries.items()}
+            return
+        for section in ("params", "model"):
+            united = unite(self.path, section, [folder.entries[section] for folder in self._folders])
+            for number, (whole, parts) in united.items():
+                self._entries[section][number] = whole
+                self._stored[section, number] = [
+                    (self._folders[rank].node_of(section, number), entry.part) for rank, entry in parts
+                ]
+        for folder in self._folders:  # what each has kept for itself, numbered anew
+            for number, entry in folder.entries["extra"].items():
+                self._stored["extra", len(self._entries["extra"])] = [(folder.node_of("extra", number), entry.part)]
+                self._entries["extra"][len(self._entries["extra"])] = entry
+
+    def _survey(self, prefix: str, root: Root, nodes: Mapping[str, Json]) -> _Folder:
+        """Read all entries and arrays of one writer from the documents."""
         entries: dict[str, dict[int, Entry]] = {section: {} for section in SECTIONS}
         arrays: dict[str, ArrayNode] = {}
         wanted: set[str] = set()
         for name in sorted(nodes):
             match = _NODE.fullmatch(name)
-            where = f"{self.path}/{name}"
+            where = f"{self.path}/{prefix}{name}"
             if match is None or match["section"] not in SECTIONS or not isinstance(nodes[name], dict):
-                raise DamagedCheckpointError(f"{self.path} has a node {name[:100]!r}, which no checkpoint has")
+                raise DamagedCheckpointError(f"{self.path}/{prefix} has a node {name[:100]!r}, which no checkpoint has")
             if match["field"] is not None:
                 continue
             attributes = group_attributes(where, nodes[name])
@@ -217,16 +293,18 @@ class Reader:
             for field, dtype in entry.fields.items():
                 path = f"{name}/{field}"
                 if path not in nodes:
-                    raise IncompleteCheckpointError(f"{self.path}/{path} is missing: the checkpoint is not complete")
-                arrays[path] = parse_array(f"{self.path}/{path}", nodes[path], entry.numel, dtype)
+                    raise IncompleteCheckpointError(f"{where}/{field} is missing: the checkpoint is not complete")
+                arrays[prefix + path] = parse_array(f"{where}/{field}", nodes[path], entry.numel, dtype)
                 wanted.add(path)
         if unknown := [name for name in nodes if name.count("/") == 2 and name not in wanted]:
-            raise DamagedCheckpointError(f"{self.path} has an array {unknown[0]!r} that its group does not name")
-        return {section: dict(sorted(found.items())) for section, found in entries.items()}, arrays
+            raise DamagedCheckpointError(f"{self.path}/{prefix}{unknown[0]} is an array that its group does not name")
+        in_order = {section: dict(sorted(found.items())) for section, found in entries.items()}
+        self._check_counts(root, in_order)
+        return _Folder(root, in_order, arrays, prefix)
 
-    def _check_counts(self) -> None:
+    def _check_counts(self, root: Root, entries: Mapping[str, Mapping[int, Entry]]) -> None:
         for section in SECTIONS:
-            found, wanted = len(self._entries[section]), self.root.counts.get(section, 0)
+            found, wanted = len(entries[section]), root.counts.get(section, 0)
             if found != wanted:
                 raise IncompleteCheckpointError(
                     f"{self.path} has {found:,} entries in {section}, saved were {wanted:,}: it is not complete"
@@ -257,30 +335,31 @@ def _open(path: str) -> Tree:
     tree = Tree(path)
     if not tree.has(METADATA):
         tree.close()
-        is_left = any(os.path.isdir(os.path.join(path, section)) for section in SECTIONS)
+        is_left = any(os.path.isdir(os.path.join(path, folder)) for folder in (*SECTIONS, RANKS))
         if is_left:
             raise IncompleteCheckpointError(f"{path} was never finished: it has no {METADATA}; it cannot be loaded")
         raise NoCheckpointError(2, f"this is no checkpoint: it has no {METADATA}", path)
     return tree
 
 
-def _nodes(path: str, tree: Tree, document: Mapping[str, Json]) -> Mapping[str, Json]:
-    """The documents of all nodes: from the topmost one, or from each node's own where it has none."""
+def _nodes(path: str, tree: Tree, folder: str, document: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The documents of all nodes in a folder: from its topmost one, or from each node's own where it has none."""
     inline = document.get("consolidated_metadata")
     if inline is None:
-        return dict(_walk(path, tree, ""))
+        return dict(_walk(path, tree, folder, ""))
     nodes = inline.get("metadata") if isinstance(inline, dict) else None
     if not isinstance(nodes, dict):
-        raise DamagedCheckpointError(f"{path}/{METADATA}: its consolidated_metadata has no metadata")
+        raise DamagedCheckpointError(f"{path}/{folder}: its consolidated_metadata has no metadata")
     return nodes
 
 
-def _walk(path: str, tree: Tree, folder: str) -> Iterator[tuple[str, Json]]:
-    for name in tree.folders(folder):
-        node = f"{folder}/{name}" if folder else name
-        if not tree.has(f"{node}/{METADATA}"):
+def _walk(path: str, tree: Tree, folder: str, node: str) -> Iterator[tuple[str, Json]]:
+    """The nodes below one, by their names from the folder on."""
+    for name in tree.folders("/".join(filter(None, (folder, node)))):
+        below = f"{node}/{name}" if node else name
+        file = "/".join(filter(None, (folder, below, METADATA)))
+        if not tree.has(file):
             continue  # chunks of an array
-        document = load(f"{path}/{node}/{METADATA}", tree.read(f"{node}/{METADATA}", MOST_METADATA_BYTES))
-        yield node, document
-        if node.count("/") < 2:
-            yield from _walk(path, tree, node)
+        yield below, load(f"{path}/{file}", tree.read(file, MOST_METADATA_BYTES))
+        if below.count("/") < 2:
+            yield from _walk(path, tree, folder, below)

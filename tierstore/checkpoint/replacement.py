@@ -8,6 +8,7 @@ only unlocked ones are ever removed, and only such as bear such a name.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -100,7 +101,9 @@ def begin(target: str, files: Files) -> Site:
     while True:
         path = f"{parent}/.{name}.tierstore-{secrets.token_hex(8)}"
         files.make_folder(path)
-        lock = hold(path, alone=True)
+        lock = None
+        with contextlib.suppress(NoCheckpointError):
+            lock = hold(path, alone=True)
         if lock is not None and lock.is_of(path):
             return Site(path, target, lock)
         if lock is not None:  # somebody took it for a leftover in the moment between

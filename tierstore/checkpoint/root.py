@@ -20,13 +20,17 @@ from tierstore.errors import CheckpointFileError, DamagedCheckpointError
 
 FORMAT = "tierstore checkpoint"
 VERSION = 1
+MOST_RANKS = 1 << 16
 MOST_METADATA_BYTES = 512 << 20
 """Of one document; the topmost holds all others, about 700 bytes for each array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The attributes of the topmost group. `saved_at`: seconds since 1970. `counts`: groups in each section."""
+    """The attributes of the topmost group. `saved_at`: seconds since 1970. `counts`: groups in each section.
+
+    `ranks`: how many have written a part each; 0 if sections lie at the top.
+    """
 
     saved_at: float
     torch_version: str
@@ -35,10 +39,11 @@ class Root:
     counts: Mapping[str, int]
     header: Mapping[str, Json]
     extra: Json
+    ranks: int = 0
 
     def to_attributes(self) -> dict[str, Json]:
         """The attributes to be stored."""
-        return {
+        attributes = {
             "format": FORMAT,
             "version": VERSION,
             "saved_at": self.saved_at,
@@ -49,12 +54,13 @@ class Root:
             "header": self.header,
             "extra": self.extra,
         }
+        return attributes | ({"ranks": self.ranks} if self.ranks else {})
 
 
-def root_now(counts: Mapping[str, int], header: Mapping[str, Json], extra: Json) -> Root:
+def root_now(counts: Mapping[str, int], header: Mapping[str, Json], extra: Json, ranks: int) -> Root:
     """Say who saves, and when."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return Root(time.time(), torch.__version__, tierstore.__version__, capability, counts, header, extra)
+    return Root(time.time(), torch.__version__, tierstore.__version__, capability, counts, header, extra, ranks)
 
 
 def parse_root(where: str, document: Mapping[str, Json]) -> Root:
@@ -77,6 +83,9 @@ def parse_root(where: str, document: Mapping[str, Json]) -> Root:
     )
     if not is_sound:
         raise DamagedCheckpointError(f"{where}: the attributes complete, header or saved_at are missing or wrong")
+    ranks = attributes.get("ranks", 0)
+    if type(ranks) is not int or not 0 <= ranks <= MOST_RANKS:
+        raise DamagedCheckpointError(f"{where} is of {str(ranks)[:40]} ranks")
     words = {name: attributes.get(name) for name in ("torch", "tierstore", "cpu_capability")}
     if not all(isinstance(word, str) for word in words.values()):
         raise DamagedCheckpointError(f"{where}: the attributes torch, tierstore or cpu_capability are missing or wrong")
@@ -88,6 +97,7 @@ def parse_root(where: str, document: Mapping[str, Json]) -> Root:
         counts=counts or {},
         header=header or {},
         extra=attributes.get("extra"),
+        ranks=ranks,
     )
 
 

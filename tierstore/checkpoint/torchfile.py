@@ -9,8 +9,9 @@ import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from tierstore.checkpoint.entries import VALUES, Entry, Json, check_entry
 from tierstore.checkpoint.extra import encode
 from tierstore.checkpoint.files import resolved, told
+from tierstore.checkpoint.parts import Part, Read
 from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError
 from tierstore.layout import in_storage_order_of, is_dense
 
@@ -36,6 +38,9 @@ class TorchFile:
 
     Raises DamagedCheckpointError for what is no such file, or holds neither an optimizer's state nor a model's.
     """
+
+    ranks: ClassVar = 1
+    """How many have written it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = resolved(path)
@@ -80,8 +85,15 @@ class TorchFile:
         like = torch.empty_strided(entry.shape, entry.stride, dtype=tensor.dtype, device="meta")
         into.copy_(in_storage_order_of(like, tensor)[start : start + len(into)])
 
-    def extra(self) -> Any:
-        """What else is in the file, beside the optimizer's and the model's part; of that, `extra` if it is all."""
+    def parts(self, section: str, number: int, field: str) -> list[tuple[Part, Read]]:
+        """The one part in which a field is stored: all of it."""
+        return [(self._entries[section][number].part, partial(self.read, section, number, field))]
+
+    def extra(self, rank: int = 0) -> Any:
+        """What else is in the file, beside the optimizer's and the model's part; of that, `extra` if it is all.
+
+        The same for all ranks.
+        """
         return self._others
 
     def close(self) -> None:

@@ -23,10 +23,13 @@ from tierstore.checkpoint.documents import (
 )
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, check_entry, node_name, to_attributes
 from tierstore.checkpoint.extra import encode
-from tierstore.checkpoint.files import Files, resolved
+from tierstore.checkpoint.files import Files, resolved, told
 from tierstore.checkpoint.geometry import BLOCK_BYTES, Compression, geometry_for
+from tierstore.checkpoint.kinds import as_bytes
+from tierstore.checkpoint.reader import Reader
 from tierstore.checkpoint.replacement import begin, prune, replace
 from tierstore.checkpoint.root import root_now
+from tierstore.checkpoint.wholes import RANKS, folder_of, unite
 from tierstore.errors import CheckpointError, CheckpointValueError
 from tierstore.forms import take_apart
 from tierstore.signals import deferred
@@ -72,6 +75,7 @@ class Writer:
         self._arrays: dict[tuple[str, int, str], Array] = {}
         self._nodes: dict[str, Json] = {}
         self._extra: Json = None
+        self._ranks = 0
 
     def __enter__(self) -> Writer:
         return self
@@ -126,6 +130,16 @@ class Writer:
         self.write("extra", number, VALUES, 0, content.view(form.dtype))
         return number
 
+    def make_room(self, ranks: int) -> str:
+        """Let this be a checkpoint of what several ranks write; return where, each committing at its `folder_of`.
+
+        Nothing else may be added here. `commit` is for when all have committed, and requires it.
+        """
+        self._check_open()
+        self._make_group(RANKS, {})
+        self._ranks = ranks
+        return self._site.path
+
     def commit(self, *, keep_last: int | None = None) -> None:
         """Let the checkpoint stand at its path, complete and on the disk, in one instant.
 
@@ -139,9 +153,9 @@ class Writer:
         self._check_complete()
         self._blocks.wait()
         self._blocks.check()
-        counts = {section: sum(of == section for of, _ in self._entries) for section in SECTIONS}
-        root = group_document(root_now(counts, self._header, self._extra).to_attributes())
-        self._files.create(f"{self._site.path}/{METADATA}", dump("the metadata", consolidated(root, self._nodes)))
+        root = group_document(root_now(self._counts(), self._header, self._extra, self._ranks).to_attributes())
+        document = root if self._ranks else consolidated(root, self._nodes)  # each rank's has its own nodes
+        self._files.create(f"{self._site.path}/{METADATA}", dump("the metadata", document))
         self._sync()
         built = os.stat(self._site.path)
         with deferred():
@@ -205,24 +219,35 @@ class Writer:
                     f"elements were never written"
                 )
 
+    def _counts(self) -> dict[str, int]:
+        """How many entries there are in each section; of ranks, when all they have written has been found complete."""
+        if not self._ranks:
+            return {section: sum(of == section for of, _ in self._entries) for section in SECTIONS}
+        by_rank: list[dict[str, dict[int, Entry]]] = []
+        for rank in range(self._ranks):
+            with Reader(f"{self._site.path}/{folder_of(rank)}") as reader:
+                by_rank.append({section: dict(reader.entries(section)) for section in SECTIONS})
+        whole = {s: unite(self._site.target, s, [of[s] for of in by_rank]) for s in ("params", "model")}
+        extra = sum(len(of["extra"]) for of in by_rank)
+        return {"params": len(whole["params"]), "model": len(whole["model"]), "extra": extra}
+
     def _sync(self) -> None:
-        """Let everything reach the disk; shards have already."""
+        """Let everything reach the disk; shards have already, and what ranks have committed."""
         if 2 * len(self._nodes) > MOST_SINGLE_SYNCS:
             self._files.sync_filesystem(self._site.path)
             return
-        for folder, _, names in os.walk(self._site.path, topdown=False):
+        for node in (*reversed(self._nodes), ""):
+            folder = f"{self._site.path}/{node}".rstrip("/")
+            with told(folder, "the folder cannot be listed"):
+                names = os.listdir(folder)
             for name in names:
-                self._files.sync(os.path.join(folder, name))
+                if not os.path.isdir(f"{folder}/{name}"):
+                    self._files.sync(f"{folder}/{name}")
             self._files.sync(folder)
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise CheckpointValueError(f"{self._site.target}: this writer has been committed or closed")
-
-
-def as_bytes(values: Tensor) -> Tensor:
-    """View a 1-D CPU tensor as its bytes, or those of a copy if its elements do not lie side by side."""
-    return values.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
 def _is_still(path: str, built: os.stat_result) -> bool:
