@@ -160,3 +160,58 @@ def test_state_dict_resumes_on_the_device(tmp_path: Path) -> None:
     train(reference, lambda _: theirs, steps=3)
     other.close()
     assert all(torch.equal(one, two) for one, two in zip(resumed, reference, strict=True))
+
+
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+def test_what_is_offloaded_leaves_the_devices_memory_and_comes_back_to_the_bit(tmp_path: Path, to: str) -> None:
+    tiers = {"gpu": {"capacity": "64MiB"}, "cpu": {"capacity": "128MiB"}, "nvme": {"paths": [str(tmp_path)]}}
+    settings = {"chunk_size": "4MiB", "adapt": False, "tiers": tiers}
+    ours, theirs = make(torch.float32, "cuda"), make(torch.float32, "cuda")
+    with train(ours, lambda p: TieredAdamW(p, lr=1e-2, policy=settings), steps=2) as optimizer:
+        free = torch.cuda.mem_get_info()[0]
+        with optimizer.offloaded("gpu", to=to) as done:
+            assert done.memory_bytes == 64 << 20
+            assert torch.cuda.mem_get_info()[0] - free >= 0.9 * done.memory_bytes
+        optimizer.store.check()
+        with optimizer.store.yielding("gpu", torch.cuda.mem_get_info()[0] + (16 << 20)):
+            assert optimizer.store.stats().tiers["gpu"].capacity_bytes <= 48 << 20
+        assert optimizer.store.stats().tiers["gpu"].capacity_bytes == 64 << 20
+        train(ours, lambda p: optimizer, steps=2)
+    reference = train(theirs, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), steps=2)
+    train(theirs, lambda p: reference, steps=2)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_a_tier_grows_into_what_the_device_has_and_the_users_statistics_stay(tmp_path: Path) -> None:
+    ours, theirs = make(torch.float32, "cuda"), make(torch.float32, "cuda")
+    tiers = {"gpu": {}, "cpu": {}, "nvme": {"paths": [str(tmp_path)]}}
+    before = torch.cuda.max_memory_allocated()
+    with train(ours, lambda p: TieredAdamW(p, lr=1e-2, policy={"chunk_size": "64KiB", "tiers": tiers})) as optimizer:
+        optimizer.store.adapt()
+        stats = optimizer.store.stats()
+        assert stats.promoted > 0 and stats.pressure["gpu"].total_bytes == torch.cuda.mem_get_info()[1]
+        assert torch.cuda.max_memory_allocated() >= before
+    train(theirs, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_what_runs_out_of_device_memory_is_run_once_more(tmp_path: Path) -> None:
+    parameters = make(torch.float32, "cuda")
+    settings = {
+        "adapt": False,
+        "chunk_size": "4MiB",
+        "tiers": {"gpu": {"capacity": "1GiB"}, "cpu": {"capacity": "2GiB"}},
+    }
+    with train(parameters, lambda p: TieredAdamW(p, lr=1e-2, policy=settings), steps=2) as optimizer:
+        for parameter in parameters:
+            parameter.grad = None
+        drawn: list[Tensor] = []
+
+        def needs_much() -> None:
+            drawn.append(torch.rand(3, device="cuda"))
+            free = torch.cuda.mem_get_info()[0]
+            torch.empty(free + (200 << 20 if len(drawn) == 1 else -(64 << 20)), dtype=torch.uint8, device="cuda")
+
+        optimizer.store.retry_on_oom(needs_much)
+        assert len(drawn) == 2 and torch.equal(drawn[0], drawn[1])
+        assert optimizer.store.stats().tiers["gpu"].capacity_bytes < 1 << 30

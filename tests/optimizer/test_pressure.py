@@ -145,7 +145,7 @@ def test_a_swing_across_the_watermarks_moves_no_more_than_its_bound(tmp_path: Pa
     sizes = job.extents("cpu")
     assert all(abs(before - after) <= 10 for before, after in pairwise(sizes))
     spilled = [stats.spilled for stats in job.stats]
-    assert all(after - before <= 10 for before, after in pairwise(spilled))
+    assert spilled[-1] > 10 and all(after - before <= 10 for before, after in pairwise(spilled))
     job.optimizer.close()
 
 
