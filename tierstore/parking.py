@@ -7,10 +7,11 @@ saved where it is. Whoever uses a chunk has them filled again first.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.errors import CapacityError, LeaseError, PolicyError
@@ -83,15 +84,25 @@ class Parking(Lending):
         """Empty tiers, over those that are passed; what breaks off half-way is put right by whoever uses a chunk."""
         before, self._parked = self._parked, parked
         try:
-            last = {tier.name: tier.arena.lasting for tier in passed if tier.name not in sizes}
-            for tier in passed:
-                self._grow(tier, ENOUGH_EXTENTS)  # it may have been emptied before
-            self._resize({**sizes, **last}, homes)  # in this order: what is passed shrinks last
+            with self._passable(passed):
+                self._resize(sizes, homes)
         except BaseException:
             is_as_before = all(self._has(name) == size for name, size in parked.sizes.items())
             if is_as_before and all(self._ledger.home(chunk) == home for chunk, home in parked.homes.items()):
                 self._parked = before
             raise
+
+    @contextlib.contextmanager
+    def _passable(self, tiers: Sequence[Tier]) -> Iterator[None]:
+        """Have room in tiers for chunks that must pass them, whatever size they have."""
+        before = [(tier, tier.arena.lasting) for tier in tiers]
+        for tier in tiers:
+            self._grow(tier, ENOUGH_EXTENTS)
+        try:
+            yield
+        finally:
+            for tier, extents in before:
+                self._shrink(tier, extents)
 
     def reload(self) -> Relocation:
         """Give emptied tiers their memory again, and chunks their homes; begin to fetch those that were in use.
@@ -109,7 +120,9 @@ class Parking(Lending):
             self._check_host_memory(sizes.get("cpu", 0) - self._has("cpu"))
             before = sum(self.setup.tiers[name].arena.capacity for name in parked.emptied)
             is_limited = any(size < parked.sizes[name] for name, size in sizes.items())  # as some of them yield
-            self._resize(sizes, self._homes_again(parked, sizes, is_limited=is_limited), is_remedy=True)
+            passed = self._passed(sorted(parked.emptied, key=LINE.index), LINE[-1])
+            with self._passable([tier for tier in passed if tier.name not in parked.emptied]):
+                self._resize(sizes, self._homes_again(parked, sizes, is_limited=is_limited), is_remedy=True)
             self._parked = None
             taken = sum(self.setup.tiers[name].arena.capacity for name in parked.emptied) - before
             if not is_limited:
