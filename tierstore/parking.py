@@ -84,7 +84,7 @@ class Parking(Lending):
         """Empty tiers, over those that are passed; what breaks off half-way is put right by whoever uses a chunk."""
         before, self._parked = self._parked, parked
         try:
-            with self._passable(passed):
+            with self._passable(passed, sizes):
                 self._resize(sizes, homes)
         except BaseException:
             is_as_before = all(self._has(name) == size for name, size in parked.sizes.items())
@@ -93,16 +93,17 @@ class Parking(Lending):
             raise
 
     @contextlib.contextmanager
-    def _passable(self, tiers: Sequence[Tier]) -> Iterator[None]:
-        """Have room in tiers for chunks that must pass them, whatever size they have."""
-        before = [(tier, tier.arena.lasting) for tier in tiers]
+    def _passable(self, tiers: Sequence[Tier], sizes: Mapping[str, int]) -> Iterator[None]:
+        """Have room in tiers for chunks that must pass them, whatever size they have now, and in the end by `sizes`."""
+        last = {tier.name: tier.arena.lasting for tier in tiers}
         for tier in tiers:
             self._grow(tier, ENOUGH_EXTENTS)
         try:
             yield
+            last |= {name: size for name, size in sizes.items() if name in last}
         finally:
-            for tier, extents in before:
-                self._shrink(tier, extents)
+            for tier in tiers:
+                self._shrink(tier, last[tier.name])
 
     def reload(self) -> Relocation:
         """Give emptied tiers their memory again, and chunks their homes; begin to fetch those that were in use.
@@ -121,7 +122,7 @@ class Parking(Lending):
             before = sum(self.setup.tiers[name].arena.capacity for name in parked.emptied)
             is_limited = any(size < parked.sizes[name] for name, size in sizes.items())  # as some of them yield
             passed = self._passed(sorted(parked.emptied, key=LINE.index), LINE[-1])
-            with self._passable([tier for tier in passed if tier.name not in parked.emptied]):
+            with self._passable(passed, sizes):
                 self._resize(sizes, self._homes_again(parked, sizes, is_limited=is_limited), is_remedy=True)
             self._parked = None
             taken = sum(self.setup.tiers[name].arena.capacity for name in parked.emptied) - before
