@@ -237,9 +237,9 @@ def test_close_in_a_signal_handler_waits_for_the_step(tmp_path: Path) -> None:
     execution = optimizer._held.binding.store._execution  # type: ignore[union-attr]
     inner = execution.begin_use
 
-    def begin_use(chunk: int) -> Any:
+    def begin_use(chunk: int, **how: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)
-        return inner(chunk)
+        return inner(chunk, **how)
 
     execution.begin_use = begin_use  # type: ignore[method-assign]
     optimizer.step()

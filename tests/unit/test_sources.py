@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from tierstore.checkpoint.entries import Entry
+from tierstore.checkpoint.parts import Part, Read
 from tierstore.results import Results
 from tierstore.sources import WINDOW_BYTES, Source
 
@@ -34,7 +36,10 @@ class FailingReader:
         fields = dict.fromkeys(FIELDS, torch.float32)
         return {0: Entry("weight", (self.elements,), (1,), torch.float32, fields)}
 
-    def read(self, section: str, number: int, field: str, start: int, into: Tensor) -> None:
+    def parts(self, section: str, number: int, field: str) -> Sequence[tuple[Part, Read]]:
+        return [(Part.all_of((self.elements,), (1,)), partial(self._read, field))]
+
+    def _read(self, field: str, start: int, into: Tensor) -> None:
         self.reads.append((field, start, len(into)))
         if len(self.reads) - 1 == self.fails_at:
             into[: len(into) // 2].fill_(-1.0)
@@ -47,8 +52,8 @@ def values(field: str, start: int, count: int) -> Tensor:
 
 
 def part(source: Source, field: str, start: int, count: int) -> Tensor:
-    into = torch.zeros(count)
-    source.read("params", 0, field, (1,), start, into)
+    into, elements = torch.zeros(count), source.reader.entries("params")[0].shape
+    source.read("params", 0, field, Part.all_of(elements, (1,)), start, into)
     return into
 
 
