@@ -122,7 +122,7 @@ class Sizing(Housing):
                 tier.device.release_unused()
         finally:
             for slab in slabs:
-                if arena.has_slab(slab):
+                if arena.has_slab(slab) and arena.path_of(slab) not in tier.shunned:  # which it may be since
                     arena.reprieve(slab)
 
     def _vacate(self, tier: Tier, extents: Iterable[Extent]) -> None:

@@ -202,8 +202,9 @@ class Striping:
         """
         arena = self._tier.arena
         path = arena.path_of(extent.slab)
-        if is_write and path in self._tier.shunned and not isinstance(error, TransferTimeoutError):
-            arena.release(extent)  # to nobody
+        is_to_nobody = path in self._tier.shunned and arena.is_condemned(extent)
+        if is_write and is_to_nobody and not isinstance(error, TransferTimeoutError):
+            arena.release(extent)
         elif is_write:
             arena.quarantine(extent)
             if not arena.is_condemned(extent):
