@@ -121,8 +121,10 @@ class Sizing(Housing):
             if slabs and isinstance(tier, MemoryTier):
                 tier.device.release_unused()
         finally:
-            for slab in slabs:
-                if arena.has_slab(slab) and arena.path_of(slab) not in tier.shunned:  # which it may be since
+            for slab in filter(arena.has_slab, slabs):
+                if arena.path_of(slab) in tier.shunned:  # since then
+                    self._traffic.striping[tier.name].lose(slab)
+                else:
                     arena.reprieve(slab)
 
     def _vacate(self, tier: Tier, extents: Iterable[Extent]) -> None:

@@ -222,6 +222,10 @@ class Striping:
         self.owed += not self._tier.arena.is_condemned(extent)
         self._tier.arena.quarantine(extent)
 
+    def lose(self, slab: int) -> None:
+        """Count a slab as lost that was condemned for another reason when its path was shunned."""
+        self.owed += self._tier.arena.lasting_in(slab)
+
     def make_up(self) -> str:
         """Reserve as many extents as were lost, as far as there is disk for them; say in words what was done."""
         told: list[str] = []
