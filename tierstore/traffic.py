@@ -375,7 +375,8 @@ class Traffic:
                 raise InvariantError(f"tier {name} counts {tier.arena.owned} owned extents, the ledger {len(owned)}")
             homes = sum(self.ledger.home(chunk) == name for chunk in self.ledger)
             owed = max(0, self.striping[name].owed) if name in self.striping else 0
-            if homes > tier.arena.lasting + tier.arena.quarantined + owed:  # what is lost was somebody's home
+            lost = sum(tier.arena.extents_of(slab) for path in tier.shunned for slab in tier.arena.slabs_of(path))
+            if homes > tier.arena.lasting + tier.arena.quarantined + max(owed, lost):  # which was somebody's home
                 raise InvariantError(f"tier {name} is home to {homes} chunks but has {tier.arena.lasting} extents")
         self._check_hops()
 
