@@ -75,9 +75,9 @@ class Job:
         return [stats.tiers[tier].capacity_bytes // CHUNK if tier in stats.tiers else 0 for stats in self.stats]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def undisturbed() -> list[float]:
-    """The losses with torch's own AdamW."""
+    """The losses with torch's own AdamW, on as many threads as the test has: with others, MKL has other bits."""
     model, losses = make_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     chance = torch.Generator().manual_seed(1)
