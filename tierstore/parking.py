@@ -275,10 +275,6 @@ class Parking(Lending):
         was = self._parked
         return _Parked(was.emptied | {*emptied}, {**sizes, **was.sizes}, {**homes, **was.homes}, was.in_use)
 
-    def _has(self, tier: str) -> int:
-        """Extents of a tier, none while it has not joined."""
-        return self.setup.tiers[tier].arena.lasting if tier in self.setup.tiers else 0
-
     def _moved_bytes(self) -> int:
         return self._traffic.recorder.moved_bytes
 

@@ -108,7 +108,7 @@ class Relief(Sizing):
         plan = plan_rebalance(holdings, pressure, processes=self.setup.processes, may_grow=may_grow)
         for change in plan.changes:
             if change.after == change.before:
-                self._leave_alone(change.tier, change)
+                self._leave_alone(change)
         if plan.sizes:
             try:
                 self._carry_out(plan)
@@ -116,11 +116,11 @@ class Relief(Sizing):
                 for change in plan.changes:
                     if change.tier != "nvme":
                         reason = f"{change.reason}, but {error}"
-                        self._leave_alone(change.tier, replace(change, after=change.before, reason=reason))
+                        self._leave_alone(replace(change, after=change.before, reason=reason))
 
-    def _leave_alone(self, tier: str, change: Change) -> None:
+    def _leave_alone(self, change: Change) -> None:
         """Say that a tier stays as it is, and see to that for some steps."""
-        self._try_after[tier] = self._traffic.recorder.steps + STEPS_BEFORE_TRYING_AGAIN
+        self._try_after[change.tier] = self._traffic.recorder.steps + STEPS_BEFORE_TRYING_AGAIN
         self._tell_change(change)
 
     def _look_again(self, limits: Mapping[str, Limits], sizes: Mapping[str, int]) -> None:
@@ -203,10 +203,9 @@ class Relief(Sizing):
     def _spare_on_disks(self) -> int:
         """Extents by which files may grow, as far as was measured last; of what is free, each process's part."""
         if "nvme" in self._most:
-            has = self.setup.tiers["nvme"].arena.lasting if "nvme" in self.setup.tiers else 0
-            return max(0, self._most["nvme"] - has)
+            return max(0, self._most["nvme"] - self._has("nvme"))
         disks = self._traffic.recorder.pressure.get("nvme")
-        if disks is None or not {"nvme"} & {*self._line, *self.setup.later}:
+        if disks is None or "nvme" not in {*self._line, *self.setup.later}:
             return 0
         free = disks.total_bytes - disks.used_bytes - disk_margin(disks.total_bytes)
         return max(0, free // self.setup.processes // self._extent_bytes)
@@ -218,6 +217,10 @@ class Relief(Sizing):
             return 0
         free = int(self.setup.low_of_cpu * host.total_bytes) - host.used_bytes
         return max(0, free // self.setup.processes // self._extent_bytes)
+
+    def _has(self, tier: str) -> int:
+        """Extents of a tier, none while it has not joined."""
+        return self.setup.tiers[tier].arena.lasting if tier in self.setup.tiers else 0
 
     def _memory_tier(self, tier: str) -> MemoryTier:
         found = self.setup.tiers.get(tier) if isinstance(tier, str) else None

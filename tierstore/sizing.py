@@ -143,7 +143,9 @@ class Sizing(Housing):
                 self._traffic.send(chunk, tier.name, self._infos[chunk].record_bytes)
         else:
             for chunk in at_home:
-                self._execution.issue_all(plan_step([chunk], (), self._views(), self._room_now(), self._line))
+                self._execution.issue_all(
+                    plan_step([chunk], (), self._views(), self._traffic.wait_for_room(), self._line)
+                )
                 self._traffic.wait_for(chunk)
                 self._send_home([chunk])
         self._traffic.wait_for_all()
@@ -165,7 +167,4 @@ class Sizing(Housing):
         for chunk in chunks:
             if self._ledger.is_leased(chunk):
                 raise LeaseError(f"{self._describe(chunk)} is leased and cannot be evicted")
-        self._execution.issue_all(plan_eviction(list(chunks), self._views(), self._room_now(), self._line))
-
-    def _room_now(self) -> dict[str, int]:
-        return self._traffic.wait_for_room()
+        self._execution.issue_all(plan_eviction(list(chunks), self._views(), self._traffic.wait_for_room(), self._line))
