@@ -114,6 +114,8 @@ def save(folder: Path, make: Make, **options: Any) -> None:
         found = wholes(model, optimizer)
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(found, folder / "wholes")
+    if dist.is_initialized():
+        dist.barrier()  # a rank that goes on to read what was put down finds all of it
 
 
 def load(folder: Path, make: Make) -> None:
