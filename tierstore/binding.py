@@ -275,6 +275,7 @@ class Binding:
         upcoming: Sequence[int],
         use: Use,
         *,
+        flush: Callable[[], None] | None = None,
         is_step: bool,
         ready: Callable[[int], None] | None = None,
         zeroes: bool = True,
@@ -283,7 +284,8 @@ class Binding:
         self._in_record = None
         if self._capture is not None:
             use = self._capture.before(use)
-        self.store.run(order, upcoming, use, finish=self.plant.finish, is_step=is_step, ready=ready, zeroes=zeroes)
+        finish = self.plant.finish
+        self.store.run(order, upcoming, use, flush=flush, finish=finish, is_step=is_step, ready=ready, zeroes=zeroes)
 
     def capture_of(self, wanted: Wanted) -> Capture:
         """Prepare to copy out state as it is when `begin_capture` is called."""

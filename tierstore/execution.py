@@ -7,7 +7,7 @@ fails, or a move that does, ends the run where it is; what that means for the ch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -21,11 +21,16 @@ from tierstore.signals import break_point
 from tierstore.sparing import Sparing
 from tierstore.stats import StepStats
 from tierstore.tiers import MemoryTier
-from tierstore.trace import CONTROL, Trace
+from tierstore.trace import CONTROL
 from tierstore.traffic import FailedWriteError, Traffic
 
 Use = Callable[[int, Tensor, bool], None]
 """Called with a chunk's number, its record (uint8, on the device of the tier that computes), whether it is fresh."""
+
+TOGETHER = 16
+"""Chunks held at once where uses are gathered: what is done per chunk in Python is then found in the core's own cache,
+out of which an update drives it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class Execution:
         finish: Callable[[], None] | None = None,
         ready: Callable[[int], None] | None = None,
         replan: Callable[[], Plan] | None = None,
+        flush: Callable[[], None] | None = None,
     ) -> StepStats:
         """Run a step's plan, on one core less where that is faster; return what that took and what it moved.
 
@@ -73,7 +79,7 @@ class Execution:
             with leaving_one_free():
                 return self.run(plan, use, finish, ready, replan)
         with leaving_one_free() if self._sparing.is_on and self._uses_files(plan) else nullcontext():
-            stats = self.run(plan, use, finish, None, replan)
+            stats = self.run(plan, use, finish, None, replan, flush)
         self._hear(stats)
         if stats.bytes_read and stats.bound != "arithmetic":
             return replace(stats, on_small_pages=self._lies_on_small_pages())
@@ -86,6 +92,7 @@ class Execution:
         finish: Callable[[], None] | None = None,
         ready: Callable[[int], None] | None = None,
         replan: Callable[[], Plan] | None = None,
+        flush: Callable[[], None] | None = None,
         *,
         zeroes: bool = True,
     ) -> StepStats:
@@ -93,7 +100,8 @@ class Execution:
 
         Time in `ready`, which is called before each use and waits for what the use needs, counts as none of it. When a
         write fails for good, which voids the plan, `replan` gives another, of the uses that are left. Fresh records are
-        zeroed, unless (`zeroes` false) uses write every byte of theirs.
+        zeroed, unless (`zeroes` false) uses write every byte of theirs. With `flush`, which launches what uses gather,
+        chunks that are there and follow one another are used together.
         """
         traffic, trace, began = self._traffic, self._traffic.trace, time.perf_counter()
         self.used = []
@@ -101,7 +109,7 @@ class Execution:
         tally = _Tally()
         while True:
             try:
-                self._carry_out(plan, use, ready, tally, zeroes)
+                self._carry_out(plan, use, ready, flush, tally, zeroes)
                 break
             except FailedWriteError:
                 if replan is None:
@@ -118,23 +126,42 @@ class Execution:
         return StepStats(1, update_seconds, reads, writes, tally.bytes_read, tally.bytes_written)
 
     def _carry_out(
-        self, plan: Plan, use: Use, ready: Callable[[int], None] | None, tally: _Tally, zeroes: bool
+        self,
+        plan: Plan,
+        use: Use,
+        ready: Callable[[int], None] | None,
+        flush: Callable[[], None] | None,
+        tally: _Tally,
+        zeroes: bool,
     ) -> None:
-        traffic, trace, files = self._traffic, self._traffic.trace, self._traffic.striping
+        traffic, files = self._traffic, self._traffic.striping
+        gathered: list[int] = []
+
+        def use_gathered() -> None:
+            if gathered:
+                self._use(gathered, use, flush, zeroes)
+                gathered.clear()
+
         for action in plan.actions:
             break_point()
             traffic.raise_errors()  # a move rolled back has taken the plan's ground away
             if isinstance(action, Move):
+                use_gathered()
                 nbytes = self._infos[action.chunk].record_bytes
                 tally.bytes_read += nbytes if action.source in files else 0
                 tally.bytes_written += nbytes if action.destination in files else 0
                 traffic.issue(action, nbytes)
-            else:
-                if ready is not None:
-                    paused = time.perf_counter()
-                    ready(action.chunk)
-                    tally.not_ready_seconds += time.perf_counter() - paused
-                self._use(action.chunk, use, trace, zeroes)
+                continue
+            if ready is not None:
+                paused = time.perf_counter()
+                ready(action.chunk)
+                tally.not_ready_seconds += time.perf_counter() - paused
+            if traffic.is_under_way(action.chunk) or action.chunk in gathered:
+                use_gathered()
+            gathered.append(action.chunk)
+            if flush is None or len(gathered) == TOGETHER or traffic.is_under_way(action.chunk):
+                use_gathered()
+        use_gathered()
 
     def _hear(self, stats: StepStats) -> None:
         """Let it be decided whether the next step leaves a core free."""
@@ -168,17 +195,25 @@ class Execution:
             self._small_pages = ranges, lies_on_small_pages(ranges)
         return self._small_pages[1]
 
-    def _use(self, chunk: int, use: Use, trace: Trace | None, zeroes: bool) -> None:
-        """Lease, use and release one chunk."""
-        record, is_fresh = self.begin_use(chunk, zeroes=zeroes)
-        began = time.perf_counter() if trace is not None else 0.0
-        self.used.append(chunk)
+    def _use(self, chunks: Sequence[int], use: Use, flush: Callable[[], None] | None, zeroes: bool) -> None:
+        """Lease, use and release chunks, several of them only where `flush` launches their uses together."""
+        trace = self._traffic.trace
+        leased: list[tuple[int, Tensor, bool]] = []
         try:
-            use(chunk, record, is_fresh)
+            for chunk in chunks:
+                leased.append((chunk, *self.begin_use(chunk, zeroes=zeroes)))
+            began = time.perf_counter() if trace is not None else 0.0
+            for chunk, record, is_fresh in leased:
+                self.used.append(chunk)
+                use(chunk, record, is_fresh)
+            if flush is not None:
+                flush()
         finally:
-            self.end_use(chunk)
+            for chunk, _, _ in leased:
+                self.end_use(chunk)
         if trace is not None:
-            trace.add(CONTROL, f"update {chunk}", began, time.perf_counter(), chunk=chunk, bytes=record.numel())
+            numbers, nbytes = ", ".join(map(str, chunks)), sum(record.numel() for _, record, _ in leased)
+            trace.add(CONTROL, f"update {numbers}", began, time.perf_counter(), chunks=numbers, bytes=nbytes)
 
     def begin_use(self, chunk: int, *, zeroes: bool = True) -> tuple[Tensor, bool]:
         """Wait for the chunk, or make it (of zeroes, or of any bytes); hold it, and view its record."""

@@ -52,7 +52,11 @@ class NormedWork(StepWork):
     def _spans(self, chunk: Chunk) -> list[Span]:
         return [span for span in chunk.spans if span.parameter in self.participants]
 
-    def _update(self, chunk: Chunk, fields: Fields) -> None:
+    def _update(self, held: Sequence[tuple[Chunk, Fields]]) -> None:
+        for chunk, fields in held:
+            self._visit(chunk, fields)
+
+    def _visit(self, chunk: Chunk, fields: Fields) -> None:
         is_second_visit = chunk.number in self._visited
         self._visited.add(chunk.number)
         for alike, numbers in self.batches_of(chunk).items():

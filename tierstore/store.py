@@ -98,6 +98,7 @@ class ChunkStore(Parking):
         upcoming: Sequence[int],
         use: Use,
         *,
+        flush: Callable[[], None] | None = None,
         finish: Callable[[], None] | None = None,
         is_step: bool = True,
         ready: Callable[[int], None] | None = None,
@@ -107,6 +108,7 @@ class ChunkStore(Parking):
 
         A fresh record is zeroed, or (`zeroes` false) of any bytes, for uses that write all of theirs; `use` launches
         its work on the tier's device and must not keep the tensor.
+        Where `use` only gathers what is to be launched, `flush` launches it, and is called before chunks are let go.
         `finish` is called last and belongs to the run: an error of launched work that it raises breaks the run off.
         `ready(chunk)` is called before each use, and may wait or raise: the chunk then counts as not used.
         `upcoming` is the order expected next time; `is_step` counts the run in `stats().step`. Raises CapacityError
@@ -124,7 +126,7 @@ class ChunkStore(Parking):
                 self.adapt_if_due()
             self._refuse_unreadable(order)
             with self._running():
-                self._execute(order, upcoming, use, finish, ready, is_step=is_step, zeroes=zeroes)
+                self._execute(order, upcoming, use, finish, ready, flush, is_step=is_step, zeroes=zeroes)
 
     @contextlib.contextmanager
     def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
@@ -214,6 +216,7 @@ class ChunkStore(Parking):
         use: Use,
         finish: Callable[[], None] | None = None,
         ready: Callable[[int], None] | None = None,
+        flush: Callable[[], None] | None = None,
         *,
         is_step: bool = False,
         zeroes: bool = True,
@@ -230,9 +233,9 @@ class ChunkStore(Parking):
 
         try:
             if is_step:
-                self._traffic.recorder.record_step(self._execution.step(plan, use, finish, ready, replan))
+                self._traffic.recorder.record_step(self._execution.step(plan, use, finish, ready, replan, flush))
             else:
-                self._execution.run(plan, use, finish, ready, replan, zeroes=zeroes)
+                self._execution.run(plan, use, finish, ready, replan, flush, zeroes=zeroes)
         except BaseException as error:
             self._break_off(self._execution.used, error)
             raise

@@ -213,7 +213,8 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
         order = work.order(chunks)
         turns_round = is_alternating and len(order) < 1.5 * len(set(order))  # else most of it has come back already
         try:
-            binding.run(order, chunks[::-1] if turns_round else chunks, work.use, is_step=early is None)
+            upcoming = chunks[::-1] if turns_round else chunks
+            binding.run(order, upcoming, work.gather, flush=work.flush, is_step=early is None)
             work.update_stateless()
         except BaseException as error:
             tell_failure(binding, [work] if early is None else [early, work], error)

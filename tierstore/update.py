@@ -19,7 +19,7 @@ from tierstore.binding import Binding
 from tierstore.compiled import SinglePass, single_pass
 from tierstore.cuts import Fields
 from tierstore.kernels import LOW_PRECISION, Manner, begin, update
-from tierstore.layout import Chunk, Span, in_storage_order_of, is_dense
+from tierstore.layout import Chunk, ChunkClass, Span, in_storage_order_of, is_dense
 from tierstore.masters import REMAINDER, TIE
 from tierstore.members import local_of, sharded_like
 from tierstore.records import MASTER
@@ -97,6 +97,7 @@ class StepWork:
     kept: frozenset[int] = frozenset()  # those whose gradients stay until somebody lets go of them
     finished: set[int] = field(default_factory=set)
     _flat: dict[int, _Flat] = field(default_factory=dict)
+    _gathered: dict[str, list[tuple[Chunk, Tensor]]] = field(default_factory=dict)  # by the tier that computes
 
     @classmethod
     def of(
@@ -134,16 +135,27 @@ class StepWork:
 
     def use(self, number: int, record: Tensor, is_fresh: bool) -> None:
         """Launch the update of one chunk on the device of the tier that computes it."""
-        chunk = self.binding.layout.chunks[number]
-        self.binding.plant.launch(chunk.cls.compute, lambda: self._use(chunk, record))
+        self.gather(number, record, is_fresh)
+        self.flush()
 
-    def _use(self, chunk: Chunk, record: Tensor) -> None:
-        fields = self.binding.cuts.of(chunk, record)
+    def gather(self, number: int, record: Tensor, is_fresh: bool) -> None:
+        """Let one more chunk be updated when `flush` is called."""
+        chunk = self.binding.layout.chunks[number]
+        self._gathered.setdefault(chunk.cls.compute, []).append((chunk, record))
+
+    def flush(self) -> None:
+        """Launch the update of what was gathered, each chunk on the device of the tier that computes it."""
+        gathered, self._gathered = self._gathered, {}
+        for tier, chunks in gathered.items():
+            self.binding.plant.launch(tier, partial(self._use, chunks))
+
+    def _use(self, chunks: Sequence[tuple[Chunk, Tensor]]) -> None:
+        held = [(chunk, self.binding.cuts.of(chunk, record)) for chunk, record in chunks]
         if torch.is_grad_enabled():  # it was launched on a thread of its own
             with torch.no_grad():
-                self._update(chunk, fields)
+                self._update(held)
         else:
-            self._update(chunk, fields)
+            self._update(held)
 
     def touched(self, chunks: Iterable[int]) -> set[int]:
         """The participants in chunks that were used, and those without state that were updated."""
@@ -154,7 +166,7 @@ class StepWork:
         """Update the parameters that have no state, and so no chunk, where they are."""
         for chunk in self.binding.stateless:
             self.begun |= self.participants.keys() & {span.parameter for span in chunk.spans}
-            self._update(chunk, {})
+            self._update([(chunk, {})])
         if self.binding.policy.free_gradients:
             for position, participant in self.participants.items():
                 if not participant.parameter.numel():  # in no chunk, and nothing to update
@@ -186,18 +198,29 @@ class StepWork:
         """Whether any parameter in the chunk has a gradient."""
         return not self.participants.keys().isdisjoint(chunk.parameters)
 
-    def _update(self, chunk: Chunk, fields: Fields) -> None:
-        """Update the spans of a chunk whose record has been cut into fields."""
-        if chunk.group is not None and self._is_simple(chunk, chunk.group):
-            pieces, options = self._all_pieces_of(chunk, fields), self.options[chunk.group].numbers
-            self.binding.rule.update(pieces, options, is_first=False, grad_scale=self.grad_scale)
-            self.finished.update(chunk.parameters)
-            return
-        for alike, numbers in self.batches_of(chunk).items():
-            pieces = self.pieces_of(chunk, fields, numbers, as_is=self.options[alike.group].takes_any_shape)
-            if alike.is_new and alike.turn == 0:
-                begin(pieces)
-            self._apply(self._in_turn(pieces, chunk, alike, numbers), alike.group, is_first=alike.is_first)
+    def _update(self, held: Sequence[tuple[Chunk, Fields]]) -> None:
+        """Update the spans of chunks whose records have been cut into fields, those that are alike in one go."""
+        batches: dict[tuple[ChunkClass, _Alike], list[Pieces]] = {}
+        others: list[Chunk] = []
+        for chunk, fields in held:
+            if chunk.group is not None and self._is_simple(chunk, chunk.group):
+                pieces, options = self._all_pieces_of(chunk, fields), self.options[chunk.group].numbers
+                self.binding.rule.update(pieces, options, is_first=False, grad_scale=self.grad_scale)
+                self.finished.update(chunk.parameters)
+                continue
+            others.append(chunk)
+            for alike, numbers in self.batches_of(chunk).items():
+                pieces = self.pieces_of(chunk, fields, numbers, as_is=self.options[alike.group].takes_any_shape)
+                if alike.is_new and alike.turn == 0:
+                    begin(pieces)
+                batches.setdefault((chunk.cls, alike), []).append(self._in_turn(pieces, chunk, alike, numbers))
+        for (_, alike), alikes in batches.items():
+            self._apply(Pieces.joined(alikes), alike.group, is_first=alike.is_first)
+        for chunk in others:
+            self._end_chunk(chunk)
+
+    def _end_chunk(self, chunk: Chunk) -> None:
+        """Count the spans of a chunk that has been updated as done."""
         if not self._flat and not self.binding.policy.free_gradients:  # all were updated as they are, whole
             self.finished.update(self.participants.keys() & chunk.parameters)
             return

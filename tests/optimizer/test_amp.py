@@ -389,7 +389,7 @@ def test_scaling_adds_no_operation_and_reaches_every_kernel_call(dtype: torch.dt
     scaled, parameters = record(16.0)
     assert scaled.on_many_elements() == plain.on_many_elements()
     kernels = [arguments for name, arguments in scaled.calls if "_fused_adamw_" in name]
-    assert len(kernels) >= 3 and all(arguments["grad_scale"].item() == 16.0 for arguments in kernels)
+    assert kernels and all(arguments["grad_scale"].item() == 16.0 for arguments in kernels)
     assert_same_parameters(parameters, wanted)
 
 

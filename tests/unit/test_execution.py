@@ -6,7 +6,7 @@ import ctypes
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from tests.simulator import RECORD_BYTES, DistantTier, RandomTransfer
 from tierstore import TieredStore, cores
 from tierstore.build import Parts
 from tierstore.device import HostDevice
+from tierstore.execution import TOGETHER
 from tierstore.io import Operation
 from tierstore.mapping import HUGE_PAGE
 from tierstore.pages import lies_on_small_pages
@@ -176,6 +177,78 @@ def test_threads_that_are_few_stay_as_they_are(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+class Together:
+    """Uses that are only gathered, and what was held when they were launched."""
+
+    def __init__(self, store: ChunkStore, fails_at: int = -1) -> None:
+        self.launched: list[list[int]] = []
+        self._store = store
+        self._gathered: list[int] = []
+        self._fails_at = fails_at
+
+    def use(self, chunk: int, record: Tensor, is_fresh: bool) -> None:
+        self._gathered.append(chunk)
+
+    def flush(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        ledger = self._store._ledger
+        assert {chunk for chunk in ORDER_OF_MANY if chunk in ledger and ledger.is_leased(chunk)} == set(gathered)
+        if self._fails_at in gathered:
+            raise ValueError("launched work failed")
+        self.launched.append(gathered)
+
+    def run(self, order: Sequence[int]) -> None:
+        self._store.run(order, order, self.use, flush=self.flush)
+
+
+ORDER_OF_MANY = range(3 * TOGETHER)
+
+
+@pytest.fixture
+def many() -> Iterator[TieredStore]:
+    with TieredStore({"chunk_size": "16KiB", "tiers": {"cpu": {"capacity": "1MiB"}}}) as store:
+        store.add_chunks({chunk: ChunkInfo(16 << 10, "cpu") for chunk in ORDER_OF_MANY})
+        store.run(ORDER_OF_MANY, (), lambda *_: None)
+        yield store
+
+
+def test_chunks_that_are_there_are_used_together_in_order_and_each_is_held_meanwhile(many: TieredStore) -> None:
+    together = Together(many)
+    together.run(ORDER_OF_MANY)
+    assert together.launched == [list(ORDER_OF_MANY[first : first + TOGETHER]) for first in (0, 16, 32)]
+    many.check()
+    assert not any(many._ledger.is_leased(chunk) for chunk in ORDER_OF_MANY)
+
+
+def test_a_chunk_that_is_used_twice_is_not_held_twice(many: TieredStore) -> None:
+    together = Together(many)
+    together.run([0, 1, 2, 1, 2, 0])
+    assert together.launched == [[0, 1, 2], [1, 2, 0]]
+
+
+def test_of_chunks_used_together_all_count_as_used_when_their_launch_fails_and_those_after_do_not(
+    many: TieredStore,
+) -> None:
+    together = Together(many, fails_at=TOGETHER + 3)
+    with pytest.raises(ValueError, match="launched work failed"):
+        together.run(ORDER_OF_MANY)
+    assert many.broken_off == tuple(ORDER_OF_MANY[: 2 * TOGETHER])
+    assert not any(many._ledger.is_leased(chunk) for chunk in ORDER_OF_MANY)
+    many.check()
+
+
+def test_what_was_gathered_is_used_before_a_chunk_is_moved_or_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may need their room, and they are not held while there is nothing to do with them."""
+    bench = Bench(monkeypatch, read=1.0, write=1.0)
+    bench.step()
+    together = Together(bench.store)
+    order = list(ORDER)[::-1]
+    together.run(order)
+    assert together.launched == [[chunk] for chunk in order]
+    assert bench.transfer.ended[READ] > 0
+    bench.store.check()
 
 
 class Watching(FaultyEngine):

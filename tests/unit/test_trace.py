@@ -120,8 +120,8 @@ def test_a_traced_store_tells_of_every_move_update_and_request(tmp_path: Path) -
     counts = Counter(event.track for event in trace.events)
     assert {name: counts[name] for name in routes} == moves
     assert moves["nvme->cpu"] > 6
-    updates = [event.args["chunk"] for event in trace.events if event.name.startswith("update")]
-    assert sorted(updates) == list(range(-12, 0))
+    updates = [event.args["chunks"] for event in trace.events if event.name.startswith("update")]
+    assert sorted(map(int, updates)) == list(range(-12, 0))
     workers = [event for event in trace.events if event.track.startswith("tierstore-io")]
     assert len(workers) == 2 * (moves["nvme->cpu"] + moves["cpu->nvme"])
     assert counts["tierstore-cpu-gpu"] == moves["cpu->gpu"]

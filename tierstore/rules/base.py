@@ -8,9 +8,9 @@ there; `kernels.self_test` compares. A rule that needs norms over whole paramete
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -36,6 +36,15 @@ class Pieces(NamedTuple):
     scales: list[Tensor] = []  # noqa: RUF012 - never changed
     remainders: list[Tensor] = []  # noqa: RUF012
     ties: list[Tensor] = []  # noqa: RUF012
+
+    @classmethod
+    def joined(cls, several: Sequence[Pieces]) -> Pieces:
+        """All pieces of several that have the same fields, in order."""
+        if len(several) == 1:
+            return several[0]
+        moments = {name: _chained(one.moments[name] for one in several) for name in several[0].moments}
+        parameters, gradients, _, *others = zip(*several, strict=True)
+        return cls(_chained(parameters), _chained(gradients), moments, *map(_chained, others))
 
     @property
     def precision(self) -> tuple[torch.dtype, torch.device]:
@@ -111,6 +120,10 @@ class Pieces(NamedTuple):
                 gathered += length
         if first < len(lengths):
             yield self.take(first, len(lengths))
+
+
+def _chained(lists: Iterable[list[Tensor]]) -> list[Tensor]:
+    return list(chain.from_iterable(lists))
 
 
 class Rule(ABC):
