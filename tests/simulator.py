@@ -21,7 +21,7 @@ from tierstore.arena import Arena, Extent
 from tierstore.device import Event
 from tierstore.errors import CapacityError, DiskFullError, TierstoreError, TransferCancelledError, TransferError
 from tierstore.stats import IoStats
-from tierstore.store import ChunkInfo, ChunkStore, Setup
+from tierstore.store import ChunkInfo, ChunkStore, Setup, Use
 from tierstore.tiers import MemoryTier, Tier
 from tierstore.transfer import Ticket, TransferEngine
 
@@ -148,6 +148,24 @@ class RandomTransfer(TransferEngine):
         return None
 
 
+class Gathered:
+    """Uses of chunks that are done when they are to be launched."""
+
+    def __init__(self, use: Use) -> None:
+        self._use = use
+        self._gathered: list[tuple[int, Tensor, bool]] = []
+
+    def add(self, chunk: int, record: Tensor, is_fresh: bool) -> None:
+        """Put a use off."""
+        self._gathered.append((chunk, record, is_fresh))
+
+    def use(self) -> None:
+        """Do what was put off."""
+        gathered, self._gathered = self._gathered, []
+        for one in gathered:
+            self._use(*one)
+
+
 @dataclass
 class Simulation:
     """A store of `capacity` extents per tier, and what every chunk should hold.
@@ -166,6 +184,7 @@ class Simulation:
         self.transfer = RandomTransfer(random.Random(self.seed), self.fails)
         self.computes: dict[int, str] = {}
         self.leased: Counter[int] = Counter()
+        self._chance = random.Random(self.seed + 2)
         self._next_number = 0
         tiers: dict[str, Tier] = {
             name: MemoryTier(name, PoisoningDevice(), RECORD_BYTES) for name in self.capacity if name != "nvme"
@@ -200,7 +219,11 @@ class Simulation:
     def step(self, order: Sequence[int], upcoming: Sequence[int]) -> None:
         """Use each chunk as often as it occurs; check what it holds and everything's invariants each time."""
         try:
-            self.store.run(order, upcoming, self._use)
+            if self._chance.random() < 0.5:
+                self.store.run(order, upcoming, self._use)
+            else:
+                gathered = Gathered(self._use)
+                self.store.run(order, upcoming, gathered.add, flush=gathered.use)
         finally:
             self.store.check()
 

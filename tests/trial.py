@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.simulator import Gathered
 from tierstore.build import Parts, plan_plant
 from tierstore.device import Device
 from tierstore.errors import CapacityError, PolicyError
@@ -102,7 +103,12 @@ class Trial:
     def _step(self, step: int) -> None:
         order = self.chance.sample(self._chunks, self.chance.randint(2, len(self._chunks)))
         self._gradient.fill_(step)
-        self.store.run(order, self._chunks[:: self.chance.choice((1, -1))], lambda *use: self._use(*use, step))
+        upcoming = self._chunks[:: self.chance.choice((1, -1))]
+        gathered = Gathered(lambda *use: self._use(*use, step))
+        if self.chance.random() < 0.5:
+            self.store.run(order, upcoming, gathered.add, flush=gathered.use)
+        else:
+            self.store.run(order, upcoming, lambda *use: self._use(*use, step))
         if self.chance.random() < 0.5:
             self._remove(self.chance.choice(order))  # while the work that was launched on it may still be to come
             self.store.fetch(self.chance.sample(self._chunks, 4))
@@ -164,6 +170,7 @@ class Trial:
 
     def _resize(self) -> None:
         tier = self.chance.choice(list(self.setup.tiers))
+        self.store.reload()
         extents = self.setup.tiers[tier].arena.capacity
         with contextlib.suppress(CapacityError):
             self.store.resize_tier(tier, extents - 1)

@@ -31,6 +31,10 @@ TOGETHER = 16
 """Chunks held at once where uses are gathered: what is done per chunk in Python is then found in the core's own cache,
 out of which an update drives it.
 """
+FEW = 4
+"""The same where moves that follow uses have to wait for the others."""
+BUSY = 4
+"""Moves under way that keep links busy meanwhile; with fewer, none waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,34 +138,50 @@ class Execution:
         tally: _Tally,
         zeroes: bool,
     ) -> None:
-        traffic, files = self._traffic, self._traffic.striping
-        gathered: list[int] = []
+        traffic, gathered, deferred = self._traffic, list[int](), list[Move]()
 
-        def use_gathered() -> None:
+        def release() -> None:
+            """Use what was gathered, then issue the moves that came meanwhile."""
             if gathered:
                 self._use(gathered, use, flush, zeroes)
                 gathered.clear()
+            for move in deferred:
+                self._issue(move, tally)
+            deferred.clear()
 
         for action in plan.actions:
             break_point()
             traffic.raise_errors()  # a move rolled back has taken the plan's ground away
             if isinstance(action, Move):
-                use_gathered()
-                nbytes = self._infos[action.chunk].record_bytes
-                tally.bytes_read += nbytes if action.source in files else 0
-                tally.bytes_written += nbytes if action.destination in files else 0
-                traffic.issue(action, nbytes)
+                if not gathered:
+                    self._issue(action, tally)
+                    continue
+                deferred.append(action)
+                if traffic.count_under_way() < BUSY:
+                    release()
                 continue
             if ready is not None:
                 paused = time.perf_counter()
                 ready(action.chunk)
                 tally.not_ready_seconds += time.perf_counter() - paused
-            if traffic.is_under_way(action.chunk) or action.chunk in gathered:
-                use_gathered()
-            gathered.append(action.chunk)
-            if flush is None or len(gathered) == TOGETHER or traffic.is_under_way(action.chunk):
-                use_gathered()
-        use_gathered()
+            number = action.chunk
+            if traffic.is_under_way(number):
+                traffic.settle()  # what has landed meanwhile need not be waited for
+                traffic.raise_errors()
+            moves = traffic.is_under_way(number) or any(move.chunk == number for move in deferred)
+            if moves or number in gathered:
+                release()
+                traffic.raise_errors()
+            gathered.append(number)
+            if moves or flush is None or len(gathered) == (FEW if deferred else TOGETHER):
+                release()
+        release()
+
+    def _issue(self, move: Move, tally: _Tally) -> None:
+        nbytes, files = self._infos[move.chunk].record_bytes, self._traffic.striping
+        tally.bytes_read += nbytes if move.source in files else 0
+        tally.bytes_written += nbytes if move.destination in files else 0
+        self._traffic.issue(move, nbytes)
 
     def _hear(self, stats: StepStats) -> None:
         """Let it be decided whether the next step leaves a core free."""

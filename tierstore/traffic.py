@@ -202,6 +202,10 @@ class Traffic:
         """Whether a move of the chunk, or the place kept for it, is not over yet."""
         return self._flights.of(chunk) is not None
 
+    def count_under_way(self) -> int:
+        """How many moves have not landed, those that stand behind others among them."""
+        return sum(not ticket.is_done() for ticket in self._by_ticket)
+
     def make(self, chunk: int) -> bool:
         """Give a chunk without bytes the extent kept for it, once whoever is leaving it has left.
 

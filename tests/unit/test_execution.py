@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.fakes import Clock, FaultyEngine
 from tests.simulator import RECORD_BYTES, DistantTier, RandomTransfer
-from tierstore import TieredStore, cores
+from tierstore import TieredStore, cores, execution
 from tierstore.build import Parts
 from tierstore.device import HostDevice
 from tierstore.execution import TOGETHER
@@ -239,16 +239,20 @@ def test_of_chunks_used_together_all_count_as_used_when_their_launch_fails_and_t
     many.check()
 
 
-def test_what_was_gathered_is_used_before_a_chunk_is_moved_or_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may need their room, and they are not held while there is nothing to do with them."""
+def test_moves_wait_for_a_few_uses_while_enough_others_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for none where links would run dry, or where the next chunk has to come first."""
     bench = Bench(monkeypatch, read=1.0, write=1.0)
     bench.step()
-    together = Together(bench.store)
     order = list(ORDER)[::-1]
-    together.run(order)
-    assert together.launched == [[chunk] for chunk in order]
+    singly = [[chunk] for chunk in order]
+    for busy, launched in ((0, [[11, 10, 9, 8], *singly[4:]]), (99, singly)):
+        monkeypatch.setattr(execution, "BUSY", busy)
+        together = Together(bench.store)
+        together.run(order)
+        assert together.launched == launched
+        bench.store.check()
+        together.run(order[::-1])
     assert bench.transfer.ended[READ] > 0
-    bench.store.check()
 
 
 class Watching(FaultyEngine):
