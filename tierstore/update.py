@@ -1,4 +1,4 @@
-"""What one step does to one chunk: which of its spans take part, and the pieces that the rule updates.
+"""What one step does to a chunk: which of its spans take part, and the pieces that the rule updates.
 
 Holds the step's gradients and options, and never looks at where a chunk is. A parameter whose elements are not dense is
 updated through a contiguous copy, which is written back after its last span.
