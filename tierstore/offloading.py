@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tierstore.errors import PolicyError, StoreClosedError
 from tierstore.held import Held
+from tierstore.members import local_of
 from tierstore.policy import TIER_NAMES
 from tierstore.stats import Relocation
 from tierstore.tensors import TieredStore
@@ -85,8 +86,9 @@ class GradientsOf:
         self._optimizer = weakref.ref(optimizer)
 
     def are_there(self) -> bool:
-        """Whether any parameter has one."""
-        return any(parameter.grad is not None for parameter in self._parameters())
+        """Whether any parameter has one that is more than `zero_grad(set_to_none=False)` leaves."""
+        gradients = (parameter.grad for parameter in self._parameters())
+        return any(one is not None and (one.is_sparse or bool(local_of(one).any())) for one in gradients)
 
     def forget(self) -> None:
         """Drop them, as `zero_grad` does. Raises FailedStepError where a backward has updated parameters already."""

@@ -320,7 +320,8 @@ def test_more_than_a_tier_can_yield_is_refused_before_anything_moves(tmp_path: P
     job.optimizer.close()
 
 
-def test_what_runs_out_of_memory_is_run_once_more_with_room(tmp_path: Path, undisturbed: list[float]) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["dropped gradients", "gradients of zero"])
+def test_what_runs_out_of_memory_is_run_once_more_with_room(tmp_path: Path, set_to_none: bool) -> None:
     """The third step needs more than is there; dropout tells whether random numbers were put back."""
 
     def losses(job: Job, need: Callable[[int], None]) -> list[float]:
@@ -341,7 +342,7 @@ def test_what_runs_out_of_memory_is_run_once_more_with_room(tmp_path: Path, undi
             np.random.seed(step)
             found.append(job.optimizer.store.retry_on_oom(forward_and_backward).item())
             job.optimizer.step()
-            job.optimizer.zero_grad()
+            job.optimizer.zero_grad(set_to_none)
             job.optimizer.store.check()
         return found
 
