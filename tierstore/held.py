@@ -22,7 +22,7 @@ from tierstore.binding import Binding
 from tierstore.blueprint import draw
 from tierstore.build import Parts
 from tierstore.device import may_still_move_to_accelerator
-from tierstore.errors import BusyStoreError, FailedStepError, LeaseError, StoreClosedError
+from tierstore.errors import BusyStoreError, FailedStepError, LeaseError, StoreClosedError, WrongThreadError
 from tierstore.guard import alone
 from tierstore.handed import Handed
 from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
@@ -33,6 +33,7 @@ from tierstore.saving import IfBusy, Save
 from tierstore.scratch import Scratch
 from tierstore.state_view import Views
 from tierstore.states import carried, check_states, materialise, write_state
+from tierstore.tensors import TieredStore
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -113,6 +114,15 @@ class Held:
         """The binding of the parameters in `groups` as they are now, with all state in it, and what it handed out."""
         with self.alone():
             return self.bound_inside(groups, with_state)
+
+    def store(self, groups: Groups) -> TieredStore:
+        """The store of the binding; while another thread is inside, that of the one there is."""
+        try:
+            return self.bound(groups)[0].store
+        except WrongThreadError:
+            if self.binding is None:
+                raise
+            return self.binding.store
 
     def bound_inside(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
         """As `bound`, for who is alone already."""

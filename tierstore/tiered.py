@@ -246,8 +246,11 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
 
     @property
     def store(self) -> TieredStore:
-        """The store that holds the state: `where()`, `stats()`, `check()`, `resize()`, `yielding()` and others."""
-        store = self.bound()[0].store
+        """The store that holds the state: `where()`, `stats()`, `check()`, `resize()`, `yielding()` and others.
+
+        Another thread gets it in the middle of a step too, for `request_resize()`; its other methods refuse it then.
+        """
+        store = self._held.store(self.param_groups)
         if store.gradients is None:
             store.gradients = GradientsOf(self)
         return store

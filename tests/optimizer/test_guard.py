@@ -88,13 +88,18 @@ def test_a_second_thread_cannot_step_while_the_first_one_is_in_its_step(tmp_path
     first.start()
     engine.wait_until_held()
     errors = []
-    for use in (optimizer.step, optimizer.state_dict, optimizer.close, lambda: optimizer.store):
+    store = optimizer.store
+    for use in (optimizer.step, optimizer.state_dict, optimizer.close, store.check, lambda: store.resize("cpu", 1)):
         with pytest.raises(WrongThreadError):
             use()
         errors.append(use)
+    asked = optimizer.store.request_resize("cpu", "128KiB")  # which is made for other threads
     engine.release()
     first.join(PATIENCE_SECONDS)
     assert all(float(state["step"]) == 2 for state in optimizer.state.values())
+    assert not asked.done()
+    optimizer.step()
+    assert asked.result(0) == 128 << 10 == optimizer.store.stats().tiers["cpu"].capacity_bytes
     optimizer.close()
 
 
