@@ -220,7 +220,12 @@ class Housing(Guarded):
             return self._homes_for(together, self._rooms())
 
     def _rehome(self, homes: Mapping[int, str]) -> None:
-        """Change homes once the chunks that move up to theirs have landed. On an error all stay as they were."""
+        """Change homes once the chunks that move up to theirs have landed. On an error all stay as they were.
+
+        What homes need of a tier is its due from then on, though more may be there than it was given.
+        """
+        for name, count in Counter(homes.values()).items():
+            self.setup.tiers[name].due = max(self.setup.tiers[name].due, count)
         changed = {chunk: homes[chunk] for chunk in self._infos if homes[chunk] != self._ledger.home(chunk)}
         if not changed:
             return

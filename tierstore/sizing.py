@@ -122,10 +122,10 @@ class Sizing(Housing):
                 tier.device.release_unused()
         finally:
             for slab in filter(arena.has_slab, slabs):
-                if arena.path_of(slab) in tier.shunned:  # since then
-                    self._traffic.striping[tier.name].lose(slab)
-                else:
+                if arena.path_of(slab) not in tier.shunned:  # since then
                     arena.reprieve(slab)
+            homes = sum(self._ledger.home(chunk) == tier.name for chunk in self._infos)
+            tier.due = min(tier.due, max(arena.lasting, extents, homes))
 
     def _vacate(self, tier: Tier, extents: Iterable[Extent]) -> None:
         """Move the chunks in some extents, of slabs that are condemned, home or to other extents of the tier."""

@@ -52,11 +52,15 @@ class Striping:
         self._full: dict[int, int] = {}  # paths whose disk had no more room, and for how many looks to believe it
         self._condemned: list[int] = []  # slabs that are to empty themselves, of each path the last one first
         self._looks = 0
-        self.owed = 0  # extents lost to failures and not made up for; below zero: more than was lost
         self.why_shunned: TransferError | None = None  # what the last path failed with that nothing is written to
         self._failures: Counter[tuple[int, bool]] = Counter()  # of each path, of reads and of writes, in a row
         self._silent: set[int] = set()  # paths of which something was given up, and nothing has been heard since
         self._failed: dict[int, list[Extent]] = {}  # those of them that were writes: where to
+
+    @property
+    def owed(self) -> int:
+        """Extents lost to failures and not made up for; below zero: more are there than were lost."""
+        return self._tier.due - self._tier.arena.lasting
 
     @property
     def has_choice(self) -> bool:
@@ -207,10 +211,8 @@ class Striping:
             arena.release(extent)
         elif is_write:
             arena.quarantine(extent)
-            if not arena.is_condemned(extent):
-                self.owed += 1
-                if not isinstance(error, TransferTimeoutError):  # else it may be written to yet
-                    self._failed.setdefault(path, []).append(extent)
+            if not arena.is_condemned(extent) and not isinstance(error, TransferTimeoutError):  # may be written to yet
+                self._failed.setdefault(path, []).append(extent)
         self._failures[path, is_write] += 1
         if isinstance(error, TransferTimeoutError):
             self._silent.add(path)  # who asked its disk for room might wait for ever
@@ -219,12 +221,7 @@ class Striping:
 
     def give_up(self, extent: Extent) -> None:
         """Never again use an owned extent whose bytes could not be read."""
-        self.owed += not self._tier.arena.is_condemned(extent)
         self._tier.arena.quarantine(extent)
-
-    def lose(self, slab: int) -> None:
-        """Count a slab as lost that was condemned for another reason when its path was shunned."""
-        self.owed += self._tier.arena.lasting_in(slab)
 
     def make_up(self) -> str:
         """Reserve as many extents as were lost, as far as there is disk for them; say in words what was done."""
@@ -239,15 +236,28 @@ class Striping:
 
     def try_again(self) -> bool:
         """Take shunned paths into use again, if there are any; the next failure of one is enough to shun it again."""
-        arena, shunned = self._tier.arena, sorted(self._tier.shunned)
+        shunned = sorted(self._tier.shunned)
         for path in shunned:
-            self._tier.shunned.discard(path)
-            for slab in set(arena.slabs_of(path)) - set(arena.slabs_on(path)):
-                arena.reprieve(slab)
-                self.owed -= arena.lasting_in(slab)
-            self._failures[path, True] = FAILURES_IN_A_ROW - 1
-        self.why_shunned = None
+            self._take_into_use(path)
         return bool(shunned)
+
+    def hear_from(self, extent: Extent) -> None:
+        """What was given up on a path has come back after all: it answers, and is used again as any other."""
+        path = self._tier.arena.path_of(extent.slab)
+        self._silent.discard(path)
+        if path in self._tier.shunned:
+            self._take_into_use(path)
+        for is_write in (False, True):
+            self._failures.pop((path, is_write), None)
+
+    def _take_into_use(self, path: int) -> None:
+        arena = self._tier.arena
+        self._tier.shunned.discard(path)
+        for slab in set(arena.slabs_of(path)) - set(arena.slabs_on(path)):
+            arena.reprieve(slab)
+        self._failures[path, True] = FAILURES_IN_A_ROW - 1
+        if not self._tier.shunned:
+            self.why_shunned = None
 
     def left_behind(self) -> frozenset[Extent]:
         """Some of the extents still owned on paths that nothing more is written to."""
@@ -268,12 +278,10 @@ class Striping:
             return
         for extent in self._failed.pop(path, ()):  # they are no worse than the others
             arena.pardon(extent)
-            self.owed -= 1
         self._tier.shunned.add(path)
         self.why_shunned = error
         self._condemned = [slab for slab in self._condemned if arena.path_of(slab) != path]  # its file is left alone
         for slab in arena.slabs_on(path):
-            self.owed += arena.lasting_in(slab)
             arena.condemn(slab)
         _log.warning(
             "nothing more is written to %s, as it keeps failing; what is there moves elsewhere while that can be: %s",
@@ -290,8 +298,6 @@ class Striping:
             except OSError as error:
                 _log.info("no room for %d extents in %s: %s", extents, self._tier.paths[path], error)
                 extents //= 2
-            else:
-                self.owed -= extents
 
     # -- the whole ----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ class Ticket:
         self.nbytes = nbytes
         self.began_seconds = 0.0  # when it could begin, by `time.perf_counter`; 0 until then
         self.seconds = 0.0  # from then to the moment its bytes had landed
+        self.is_let_go = False  # though it was given up, the system touches neither memory nor file of it any more
         self._error: TierstoreError | None = None
         self._is_done = False
         self._lock = threading.Lock()
@@ -70,6 +71,10 @@ class Ticket:
     def begin(self) -> None:
         """Start its clock."""
         self.began_seconds = time.perf_counter()
+
+    def let_go(self) -> None:
+        """Say that the system has come back from what was given up; on whatever thread that is."""
+        self.is_let_go = True
 
     def resolve(self, error: TierstoreError | None) -> None:
         """Say that it has landed, or why it failed."""

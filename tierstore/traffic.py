@@ -66,6 +66,7 @@ class Traffic:
         self.failed_writes: dict[int, FailedWriteError] = {}  # by chunk
         self.unreadable: set[int] = set()  # chunks whose last read from a file failed
         self._draining: list[tuple[Resident, Event]] = []
+        self._given_up: list[Flight] = []  # whose destinations the system may write to yet
         self._rank = {tier: rank for rank, tier in enumerate(tiers)}
 
     def join(self, tier: Tier) -> None:
@@ -176,6 +177,7 @@ class Traffic:
         """Commit what has landed and roll back what has failed; wait for nothing."""
         while (ticket := self._transfer.next_ended(wait=False)) is not None:
             self._conclude(self._by_ticket.pop(ticket))
+        self._take_back()
 
     def wait_for(self, chunk: int) -> None:
         """Block until the chunk's hops are over. Raises the error of one that failed."""
@@ -262,6 +264,15 @@ class Traffic:
                 still.append((place, event))
         self._draining = still
 
+    def _take_back(self) -> None:
+        """Let be used again what was given up and has come back since: extents, and paths, which have answered."""
+        for flight in [one for one in self._given_up if one.ticket is not None and one.ticket.is_let_go]:
+            self._given_up.remove(flight)
+            self.tiers[flight.destination.tier].arena.pardon(flight.destination.extent)
+            for place in (flight.source, flight.destination):
+                if place is not None and place.tier in self.striping:
+                    self.striping[place.tier].hear_from(place.extent)
+
     def _conclude_next(self, chunk: int) -> None:
         began, is_write = time.perf_counter(), self._stands_behind_write(chunk)
         ticket = self._transfer.next_ended(wait=True, timeout=self._timeout_seconds)
@@ -311,6 +322,8 @@ class Traffic:
     def _fail(self, flight: Flight, source: Resident, error: TierstoreError) -> None:
         """Undo a flight that failed, and note what that means for the chunk and for the extents it was at."""
         is_lost = isinstance(error, TransferTimeoutError)
+        if is_lost:
+            self._given_up.append(flight)
         striping = self.striping.get(flight.destination.tier)
         if striping is not None and isinstance(error, TransferError):
             self._let_fall(flight, keep=True)
@@ -378,9 +391,7 @@ class Traffic:
             if len(owned) != tier.arena.owned or not all(tier.arena.is_owned(place.extent) for place in owned):
                 raise InvariantError(f"tier {name} counts {tier.arena.owned} owned extents, the ledger {len(owned)}")
             homes = sum(self.ledger.home(chunk) == name for chunk in self.ledger)
-            owed = max(0, self.striping[name].owed) if name in self.striping else 0
-            lost = sum(tier.arena.extents_of(slab) for path in tier.shunned for slab in tier.arena.slabs_of(path))
-            if homes > tier.arena.lasting + tier.arena.quarantined + max(owed, lost):  # which was somebody's home
+            if homes > max(tier.arena.lasting, tier.due):  # what is lost was somebody's home
                 raise InvariantError(f"tier {name} is home to {homes} chunks but has {tier.arena.lasting} extents")
         self._check_hops()
 

@@ -1,7 +1,8 @@
 """Runs one copy between extents of two neighbouring tiers and returns a ticket. Decides nothing.
 
 Whoever waits here gives up what hangs: a ticket whose error is a TransferTimeoutError stands for bytes that may arrive
-late, so that what they would arrive in must never be used again. What they come from may: reading does no harm.
+late, so that what they would arrive in must not be used until it `is_let_go`. What they come from may: reading does no
+harm.
 
 A transfer begins when all transfers it was told to follow have succeeded; if one of them failed it never begins, and
 fails with TransferCancelledError. Copies between host memory and a file are the engine's; copies between host memory
@@ -225,9 +226,13 @@ class TransferEngine:
                 file.keep_open()
             ticket.resolve(error)
 
+        def late() -> None:
+            file.may_be_closed()
+            ticket.let_go()
+
         sums = tier.begin_sums(extent) if kind is Kind.WRITE else tier.sums_of(extent)
         self._retries.submit(
-            Operation(kind, file.fd, file.path, offset, memory, file.direct, done, sums, late=file.may_be_closed)
+            Operation(kind, file.fd, file.path, offset, memory, file.direct, done, sums, late)
         )
 
     def _lane(self, source: str, destination: str) -> Lane:

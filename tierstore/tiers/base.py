@@ -21,6 +21,7 @@ class Tier(abc.ABC):
         self.name = name
         self.arena = arena
         self.paths = tuple(paths)
+        self.due = 0  # extents it was given and not asked to give back, or that homes need; some may have been lost since
         self.shunned: set[int] = set()  # paths that nothing more is written to, as they fail
 
     def grow(self, extents: int, *, slab_extents: int) -> None:
@@ -28,17 +29,18 @@ class Tier(abc.ABC):
 
         All or nothing: on an error the size is as before.
         """
-        before = len(self.arena.slabs)
+        before, left = len(self.arena.slabs), extents
         try:
-            while extents > 0:
-                count = min(extents, slab_extents)
+            while left > 0:
+                count = min(left, slab_extents)
                 self.grow_on(self._least_path(), count)
-                extents -= count
+                left -= count
         except BaseException:
             while len(self.arena.slabs) > before:
                 self.arena.condemn_last()
                 self.shrink()
             raise
+        self.due += max(0, extents)
 
     def grow_on(self, path: int, extents: int) -> None:
         """Reserve one slab of `extents` on a path."""
