@@ -174,6 +174,17 @@ class FaultyEngine(ThreadsEngine):
             enough = self._control.wait_for(lambda: len(self.held) >= count, PATIENCE_SECONDS)
             assert enough, f"{len(self.held)} are held"
 
+    def wait_until_back(self) -> None:
+        """Wait until everything that was given up has come back, once it was let go of."""
+        with self._control:
+            is_back = self._control.wait_for(lambda: self.late == self.timed_out, PATIENCE_SECONDS)
+            assert is_back, f"{self.late} of {self.timed_out} are back"
+
+    def _come_late(self, operation: Operation) -> None:
+        super()._come_late(operation)
+        with self._control:
+            self._control.notify_all()
+
     def transfer(self, request: Request) -> int:
         kind = request.operation.kind
         with self._control:

@@ -101,6 +101,7 @@ def test_state_can_be_loaded_onto_a_disk_that_answers_again(tmp_path: Path) -> N
     with pytest.raises(TransferError):
         twins.mine.step()
     engine.release()
+    engine.wait_until_back()
     with torch.no_grad():
         for mine, other in zip(twins.parameters, twins.others, strict=True):
             mine.copy_(other)

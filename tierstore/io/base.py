@@ -270,8 +270,8 @@ class Engine(abc.ABC):
     def _come_late(self, operation: Operation) -> None:
         with self._state:
             self.late += 1
-        _log.warning("a %s of %s, given up long ago, has come back after all", describe(operation), operation.path)
         operation.late()
+        _log.warning("a %s of %s, given up long ago, has come back after all", describe(operation), operation.path)
 
     def _finish(self, progress: Progress) -> None:
         try:
