@@ -241,9 +241,8 @@ class Striping:
             self._take_into_use(path)
         return bool(shunned)
 
-    def hear_from(self, extent: Extent) -> None:
+    def hear_from(self, path: int) -> None:
         """What was given up on a path has come back after all: it answers, and is used again as any other."""
-        path = self._tier.arena.path_of(extent.slab)
         self._silent.discard(path)
         if path in self._tier.shunned:
             self._take_into_use(path)

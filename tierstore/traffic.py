@@ -66,7 +66,7 @@ class Traffic:
         self.failed_writes: dict[int, FailedWriteError] = {}  # by chunk
         self.unreadable: set[int] = set()  # chunks whose last read from a file failed
         self._draining: list[tuple[Resident, Event]] = []
-        self._given_up: list[Flight] = []  # whose destinations the system may write to yet
+        self._given_up: dict[Flight, tuple[str, int]] = {}  # the system may write there yet; its file's tier and path
         self._rank = {tier: rank for rank, tier in enumerate(tiers)}
 
     def join(self, tier: Tier) -> None:
@@ -267,11 +267,9 @@ class Traffic:
     def _take_back(self) -> None:
         """Let be used again what was given up and has come back since: extents, and paths, which have answered."""
         for flight in [one for one in self._given_up if one.ticket is not None and one.ticket.is_let_go]:
-            self._given_up.remove(flight)
+            tier, path = self._given_up.pop(flight)
             self.tiers[flight.destination.tier].arena.pardon(flight.destination.extent)
-            for place in (flight.source, flight.destination):
-                if place is not None and place.tier in self.striping:
-                    self.striping[place.tier].hear_from(place.extent)
+            self.striping[tier].hear_from(path)
 
     def _conclude_next(self, chunk: int) -> None:
         began, is_write = time.perf_counter(), self._stands_behind_write(chunk)
@@ -323,7 +321,8 @@ class Traffic:
         """Undo a flight that failed, and note what that means for the chunk and for the extents it was at."""
         is_lost = isinstance(error, TransferTimeoutError)
         if is_lost:
-            self._given_up.append(flight)
+            file = source if source.tier in self.striping else flight.destination
+            self._given_up[flight] = file.tier, self.tiers[file.tier].arena.path_of(file.extent.slab)
         striping = self.striping.get(flight.destination.tier)
         if striping is not None and isinstance(error, TransferError):
             self._let_fall(flight, keep=True)

@@ -231,9 +231,7 @@ class TransferEngine:
             ticket.let_go()
 
         sums = tier.begin_sums(extent) if kind is Kind.WRITE else tier.sums_of(extent)
-        self._retries.submit(
-            Operation(kind, file.fd, file.path, offset, memory, file.direct, done, sums, late)
-        )
+        self._retries.submit(Operation(kind, file.fd, file.path, offset, memory, file.direct, done, sums, late))
 
     def _lane(self, source: str, destination: str) -> Lane:
         name = f"{source}-{destination}"

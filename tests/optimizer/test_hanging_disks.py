@@ -1,4 +1,4 @@
-"""Disks that do not answer: the step says so, nothing is used in which anything may arrive late, nobody waits for it."""
+"""Disks that do not answer: the step says so, nobody waits for them, and nothing is used in which they may write."""
 
 from __future__ import annotations
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fakes import FaultyEngine, HangingEngine
 from tests.unit.test_store import CHUNK, assert_holds, value_of
 from tierstore.build import Parts
-from tierstore.errors import TransferError
+from tierstore.errors import TransferError, TransferTimeoutError
 from tierstore.io import Kind
 from tierstore.mapping import map_host_memory
 from tierstore.tensors import TieredStore
@@ -177,3 +178,28 @@ def test_the_books_are_right_between_a_write_that_hangs_and_its_mending(hanging:
         hanging.store.check()
         come_back(hanging)
         assert_holds(hanging.store, ALL)
+
+
+def test_a_late_read_comes_back_though_the_place_it_was_to_read_is_no_longer_there(tmp_path: Path) -> None:
+    """A late request does no harm by reading, so its chunk may move meanwhile, and the tier be made smaller."""
+    hanging = TwoFolders(tmp_path, HangingEngine(threads=2))
+    store, arena = hanging.store, hanging.store.setup.tiers["nvme"].arena
+    hanging.fill(ALL)
+    hanging.write_all()
+    places = {number: store._ledger.where(-1 - number) for number in range(ALL)}
+    last = next(number for number, place in places.items() if place.extent.slab == arena.last_slab)
+    hanging.engine.hold(times=1, kind=Kind.READ)
+    with pytest.raises(TransferTimeoutError), store.lease(f"{last}"):
+        pass
+    for number in range(ALL):
+        if number != last:
+            store.delete(f"{number}")
+    with store.lease(f"{last}"):
+        pass
+    store.resize("nvme", 4 * CHUNK)
+    assert not arena.has_slab(places[last].extent.slab)
+    come_back(hanging)
+    assert store.stats().tiers["cpu"].quarantined_bytes == 0
+    assert torch.equal(store.get(f"{last}"), value_of(last))
+    hanging.count = 0
+    hanging.close()

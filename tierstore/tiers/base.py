@@ -21,7 +21,7 @@ class Tier(abc.ABC):
         self.name = name
         self.arena = arena
         self.paths = tuple(paths)
-        self.due = 0  # extents it was given and not asked to give back, or that homes need; some may have been lost since
+        self.due = 0  # extents it was given and did not give back, or that homes need; some may be lost since
         self.shunned: set[int] = set()  # paths that nothing more is written to, as they fail
 
     def grow(self, extents: int, *, slab_extents: int) -> None:
