@@ -8,6 +8,7 @@ TierstoreError
 |   +-- DiskFullError                   the bytes to reserve are not free; the disk is left as it was
 |   +-- TransferError                   a read or a write of a chunk failed, its source is still valid
 |       +-- TransferTimeoutError        it is given up after io.timeout: what it may still write to is quarantined
+|       +-- TransferNotBegunError       nobody was left to carry it, as all that could hangs: nothing was touched
 |       +-- ChecksumError               twice other bytes were read than had been written (io.checksum)
 +-- TransferCancelledError              a transfer never began, because one it had to follow failed
 +-- AlignmentError (ValueError)         a direct request whose address, offset or length is not a multiple of 4096
@@ -65,6 +66,10 @@ class TransferError(SwapError):
 
 class TransferTimeoutError(TransferError):
     """A transfer was given up because nothing was heard of it for `io.timeout`; it may come back late."""
+
+
+class TransferNotBegunError(TransferError):
+    """A transfer was not begun because everything that could carry it is at requests that do not come back."""
 
 
 class ChecksumError(TransferError):

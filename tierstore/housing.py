@@ -176,11 +176,13 @@ class Housing(Guarded):
 
     def _refuse_unreadable(self, chunks: Sequence[int]) -> None:
         """Raise what stands in the way of a run, before it begins: chunks that could not, and still cannot, be read."""
-        for chunk in self._traffic.unreadable.intersection(chunks):
+        for chunk in self._traffic.unreadable.keys() & chunks:
+            self._traffic.wait_until_over(chunk)  # somebody may have asked for it again
+            self._raise_errors()
             place = self._ledger.where(chunk)
-            assert isinstance(place, Resident)
-            self._read_out(chunk, place, self._buffer_for(chunk))
-            self._traffic.unreadable.discard(chunk)
+            if chunk in self._traffic.unreadable and isinstance(place, Resident):
+                self._read_out(chunk, place, self._buffer_for(chunk))
+                self._traffic.unreadable.pop(chunk)
 
     def _make_up(self) -> None:
         """Reserve again what has been lost, as far as there is disk for it."""

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 
 from tierstore.arena import Extent
-from tierstore.errors import TransferError, TransferTimeoutError
+from tierstore.errors import TransferError, TransferNotBegunError, TransferTimeoutError
 from tierstore.paths import DEALT_MEMORY, Path, PathLoad, Reserve, Shift, choose_path, plan_shifts
 from tierstore.stats import PathStats
 from tierstore.tiers import Tier
@@ -206,15 +206,16 @@ class Striping:
         """
         arena = self._tier.arena
         path = arena.path_of(extent.slab)
+        is_lost = isinstance(error, TransferTimeoutError)
         is_to_nobody = path in self._tier.shunned and arena.is_condemned(extent)
-        if is_write and is_to_nobody and not isinstance(error, TransferTimeoutError):
+        if is_write and (isinstance(error, TransferNotBegunError) or (is_to_nobody and not is_lost)):
             arena.release(extent)
         elif is_write:
             arena.quarantine(extent)
-            if not arena.is_condemned(extent) and not isinstance(error, TransferTimeoutError):  # may be written to yet
+            if not arena.is_condemned(extent) and not is_lost:  # else it may be written to yet
                 self._failed.setdefault(path, []).append(extent)
         self._failures[path, is_write] += 1
-        if isinstance(error, TransferTimeoutError):
+        if is_lost:
             self._silent.add(path)  # who asked its disk for room might wait for ever
         if error.errno in _GONE or self._failures[path, is_write] >= FAILURES_IN_A_ROW:
             self._shun(path, error)

@@ -20,6 +20,7 @@ from tierstore.errors import (
     TierstoreError,
     TransferCancelledError,
     TransferError,
+    TransferNotBegunError,
     TransferTimeoutError,
 )
 from tierstore.flights import Flight, Flights
@@ -32,6 +33,10 @@ from tierstore.trace import CONTROL, Trace
 from tierstore.transfer import Ticket, TransferEngine
 
 _WAY_ON = "all other state can be saved (state_dict(partial=True)), and load_state_dict() puts this right"
+
+
+SILENCE = (TransferTimeoutError, TransferNotBegunError)
+"""What is raised where a disk does not answer, which says nothing of what is on it."""
 
 
 class FailedWriteError(TransferError):
@@ -64,7 +69,7 @@ class Traffic:
         self._by_ticket: dict[Ticket, Flight] = {}
         self._errors: list[TierstoreError] = []
         self.failed_writes: dict[int, FailedWriteError] = {}  # by chunk
-        self.unreadable: set[int] = set()  # chunks whose last read from a file failed
+        self.unreadable: dict[int, TransferError] = {}  # chunks whose last read from a file failed, and how
         self._draining: list[tuple[Resident, Event]] = []
         self._given_up: dict[Flight, tuple[str, int]] = {}  # the system may write there yet; its file's tier and path
         self._rank = {tier: rank for rank, tier in enumerate(tiers)}
@@ -239,11 +244,14 @@ class Traffic:
             self._let_fall(flight)
 
     def give_up(self, chunk: int, place: Resident) -> None:
-        """Free the place of a chunk that is gone; later, if a kernel may be at it; never, if it was unreadable."""
+        """Free the place of a chunk that is gone; later, if a kernel may be at it; never, if it was unreadable itself.
+
+        That its disk did not answer says nothing of the place.
+        """
         last_use = self.last_use.pop(chunk, None)
         self.failed_writes.pop(chunk, None)
-        if chunk in self.unreadable:
-            self.unreadable.discard(chunk)
+        unread = self.unreadable.pop(chunk, None)
+        if unread is not None and not isinstance(unread, SILENCE):
             self.striping[place.tier].give_up(place.extent)
             return
         if last_use is None or last_use.query():
@@ -309,7 +317,7 @@ class Traffic:
             striping = self.striping.get(place.tier)
             if striping is not None and striping.has_failed:
                 striping.succeed(place.extent, is_write=is_write)
-        self.unreadable.discard(flight.chunk)
+        self.unreadable.pop(flight.chunk, None)
         ticket = flight.ticket
         self.recorder.record_move(*ticket.route, ticket.nbytes, ticket.seconds)
         if self.trace is not None:
@@ -339,8 +347,7 @@ class Traffic:
             return
         if source.tier in self.striping and isinstance(error, TransferError):
             self.striping[source.tier].fail(source.extent, error, is_write=False)
-            if not is_lost:
-                self.unreadable.add(flight.chunk)
+            self.unreadable[flight.chunk] = error
         self._errors.append(self.explain(flight.chunk, (source.tier, flight.destination.tier), error))
 
     def _let_fall(self, flight: Flight, *, keep: bool = False) -> None:
@@ -359,7 +366,7 @@ class Traffic:
         source, destination = route
         if isinstance(error, ChecksumError):
             state = f"its only copy, in {source}, is damaged: {_WAY_ON}"
-        elif source in self.striping and not isinstance(error, TransferTimeoutError):
+        elif source in self.striping and not isinstance(error, SILENCE):
             state = f"its only copy, in {source}, cannot be read now: {_WAY_ON}"
         else:
             state = f"nothing is lost, its copy in {source} is still the valid one"

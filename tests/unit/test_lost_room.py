@@ -203,3 +203,63 @@ def test_a_late_read_comes_back_though_the_place_it_was_to_read_is_no_longer_the
     assert torch.equal(store.get(f"{last}"), value_of(last))
     hanging.count = 0
     hanging.close()
+
+
+def test_what_only_stood_behind_a_hang_costs_no_room(hanging: TwoFolders) -> None:
+    """A write that was not begun cost its extent for good where it was no third; a read did so when it was deleted."""
+    hanging.fill(4)
+    hang(hanging)
+    hanging.store.wait()
+    come_back(hanging)
+    assert hanging.store.stats().tiers["nvme"].quarantined_bytes == 0
+    hanging.engine.hold(times=1, kind=Kind.READ)
+    for name in ("0", "1", "2", "3"):
+        with contextlib.suppress(TransferError), hanging.store.lease(name):
+            pass
+    come_back(hanging)
+    for name in ("0", "1", "2", "3"):
+        hanging.store.delete(name)
+    assert {tier.quarantined_bytes for tier in hanging.store.stats().tiers.values()} == {0}
+    hanging.count = 0
+
+
+def uses(two: TwoFolders, chunks: list[int]) -> list[int]:
+    """Run over some chunks; say which were used."""
+    used: list[int] = []
+    with contextlib.suppress(TransferError):
+        two.store.run(chunks, (), lambda chunk, record, is_fresh: used.append(chunk))
+    return used
+
+
+def test_a_run_with_a_chunk_that_hung_is_refused_before_it_begins_until_it_can_be_read(hanging: TwoFolders) -> None:
+    """It broke off at that chunk, with others used, so that only a load could put that right."""
+    hanging.fill(ALL)
+    hanging.write_all()
+    for name in ("0", "1", "2", "3"):
+        with hanging.store.lease(name):
+            pass
+    chunks = [-1, -2, -3, -4, -16]
+    hanging.engine.hold(times=1, kind=Kind.READ)
+    with pytest.raises(TransferTimeoutError), hanging.store.lease("15"):
+        pass
+    for _ in range(2):
+        assert uses(hanging, chunks) == []
+        assert hanging.store.broken_off is None
+    come_back(hanging)
+    assert uses(hanging, chunks) == chunks
+
+
+def test_a_run_waits_for_a_chunk_that_could_not_be_read_and_is_on_its_way_again(hanging: TwoFolders) -> None:
+    """It was believed to be at rest, which was an AssertionError."""
+    hanging.fill(1)
+    hanging.write_all()
+    hanging.engine.fail(times=None, kind=Kind.READ)
+    with pytest.raises(TransferError), hanging.store.lease("0"):
+        pass
+    hanging.engine.heal()
+    hanging.engine.hold(times=1, kind=Kind.READ)
+    hanging.store.prefetch("0")
+    hanging.engine.wait_until_held()
+    assert uses(hanging, [-1]) == []
+    come_back(hanging)
+    assert uses(hanging, [-1]) == [-1]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tierstore.errors import ChecksumError, TransferError, TransferTimeoutError
+from tierstore.errors import ChecksumError, TransferError, TransferNotBegunError, TransferTimeoutError
 
 ALIGNMENT = 4096
 """Bytes that address, offset and length of a direct transfer must be multiples of."""
@@ -194,13 +194,13 @@ def nothing_moved(request: Request, partial: int) -> TransferError:
     return TransferError(errno.EIO, f"{describe(request.operation)}: {what}", request.operation.path)
 
 
-def not_begun(operation: Operation) -> TransferError:
+def not_begun(operation: Operation) -> TransferNotBegunError:
     """Say that a path's workers are all at requests that do not come back."""
     text = (
         f"{describe(operation)} was not begun: everything that could carry it is at requests that this path has not "
         f"answered within tiers.nvme.io.timeout; {_DEFAULT_ADVICE}"
     )
-    return TransferError(errno.ETIMEDOUT, text, operation.path)
+    return TransferNotBegunError(errno.ETIMEDOUT, text, operation.path)
 
 
 def wrong_bytes(request: Request, expected: int, found: int) -> ChecksumError:
