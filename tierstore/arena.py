@@ -116,7 +116,7 @@ class Arena:
 
     @property
     def quarantined(self) -> int:
-        """Extents that cannot be written, or that a timed-out request may still touch; not used again."""
+        """Extents that cannot be written or read, or that a request that was given up may still write to."""
         return len(self._quarantined)
 
     def has_room(self, path: int) -> bool:
@@ -197,7 +197,7 @@ class Arena:
         return frozenset(extent for extent in self._owned | self._draining | self._quarantined if extent.slab == slab)
 
     def has_quarantined(self, slab: int) -> bool:
-        """Whether an extent of a slab is in quarantine, so that the slab can never be given back."""
+        """Whether an extent of a slab is in quarantine, so that the slab cannot be given back."""
         return any(extent.slab == slab for extent in self._quarantined)
 
     def is_condemned(self, extent: Extent) -> bool:
@@ -249,7 +249,7 @@ class Arena:
         self._draining.add(extent)
 
     def quarantine(self, extent: Extent) -> None:
-        """Never use an owned extent again: it cannot be written, or something given up may still write to it."""
+        """Use an owned extent no more: it cannot be written, or, until `pardon`, what was given up may write to it."""
         self._leave(self._owned, extent)
         self._quarantined.add(extent)
 

@@ -30,7 +30,8 @@ _BUCKETS = _BUCKETS_PER_DECADE * 9  # 1 us to 1,000 s
 class TierStats:
     """One tier now; `peak_bytes` is the most it ever had in use, `bytes_written` what was moved into it in all.
 
-    `quarantined_bytes` are lost to it, and not part of its capacity: a request that was given up may yet write there.
+    `quarantined_bytes` are not part of its capacity: a request that was given up may yet write there, until it is back,
+    or they cannot be written or read.
     A policy without a cpu tier may yet have one here, for staging: chunks pass through it, and some are kept in it.
     """
 
