@@ -50,6 +50,8 @@ class Held:
         self.policy = policy
         self.binding: Binding | None = None
         self.pending: dict[Tensor, Mapping[str, Any]] | None = None
+        self.refusal: str | None = None
+        """Why there is no state until another load: one from a checkpoint broke off before its state had a place."""
         self.scratch = Scratch()
         self.is_reversed = False
         self.parts = parts
@@ -110,6 +112,10 @@ class Held:
         if not any(_may_still_change(member.parameter) for member in members):
             draw(members, groups, self.policy, self.parts).check_fits(is_first=self.binding is None)
 
+    def take(self, states: dict[Tensor, Mapping[str, Any]]) -> None:
+        """Have these states, in place of all others, from the next binding on."""
+        self.aside, self.pending, self.refusal = {}, states, None
+
     def bound(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
         """The binding of the parameters in `groups` as they are now, with all state in it, and what it handed out."""
         with self.alone():
@@ -127,6 +133,8 @@ class Held:
     def bound_inside(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
         """As `bound`, for who is alone already."""
         self.refuse_if_closed()
+        if self.refusal is not None:
+            raise FailedStepError(self.refusal)
         self._let_leave(groups)
         returned = {p: state for p, state in self.aside.items() if self.knows(groups, p)}
         covered = {**with_state, **(self.pending or {}), **returned}
@@ -182,7 +190,8 @@ class Held:
 
     def refuse_to_save(self) -> None:
         """Raise FailedStepError after a step or a load that broke off: what there is now is of no one step."""
-        if self.pending is None and self.binding is not None and self.binding.store.broken_off is not None:
+        is_broken = self.pending is None and self.binding is not None and self.binding.store.broken_off is not None
+        if is_broken or self.refusal is not None:
             raise FailedStepError(
                 "a step or a load broke off half-way, so that parameters and state belong to no one step: they are not "
                 "saved over a checkpoint; load one first"

@@ -101,7 +101,15 @@ class Load:
             optimizer.check_fits(optimizer.param_groups, {**_held_by(held), **with_state})
         bound: tuple[Binding, Handed] | tuple[None, None] = None, None
         if with_state or held.has_state() or held.binding is not None:
-            bound = held.bound_inside(optimizer.param_groups, with_state)
+            try:
+                bound = held.bound_inside(optimizer.param_groups, with_state)
+            except BaseException as error:
+                if self.is_whole:  # all other state has made room for it, and may not be begun anew unnoticed
+                    held.refusal = (
+                        f"loading {self.path} broke off ({error}), and the state that was there before is gone: "
+                        f"load a checkpoint or a state dict; that allows steps again"
+                    )
+                raise
         self._run(*bound)
 
     def _run(self, binding: Binding | None, handed: Handed | None) -> None:

@@ -269,7 +269,7 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
         if pending:  # torch's constructor resets the state before there are groups
             check_states(self.rule, self.param_groups, pending)
         let_go(self.views)
-        self._held.aside, self._held.pending = {}, pending
+        self._held.take(pending)
 
     @property
     def views(self) -> Views:

@@ -17,7 +17,13 @@ import torch
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine, HangingEngine
 from tests.optimizer.cases import KIB, assert_same_parameters, same_bits, seeded, set_gradients, small_policy
 from tests.optimizer.test_faults import Run, assert_telling
-from tierstore.errors import CapacityError, EngineUnavailableError, TierstoreError, TransferTimeoutError
+from tierstore.errors import (
+    CapacityError,
+    EngineUnavailableError,
+    FailedStepError,
+    TierstoreError,
+    TransferTimeoutError,
+)
 from tierstore.io import open_engine
 from tierstore.io.base import Kind
 from tierstore.optimizer import TieredAdamW
@@ -175,6 +181,31 @@ def test_what_a_hang_has_cost_is_there_again_once_its_request_is_back(run: Hangi
     after = {name: tier.capacity_bytes for name, tier in run.optimizer.store.stats().tiers.items()}
     assert run.quarantined() == {} and all(after[name] >= before[name] for name in before)
     assert after["cpu"] == before["cpu"]
+
+
+def test_a_load_for_which_a_hang_has_left_no_room_is_made_again_before_any_step(
+    run: HangingRun, tmp_path: Path
+) -> None:
+    """It left no state, and the next step that found room began it anew, to other numbers."""
+    run.optimizer.save_checkpoint(tmp_path / "saved")
+    saved = [parameter.detach().clone() for parameter in run.parameters]
+    run.engine.hold(times=1, kind=Kind.READ)
+    with pytest.raises(TransferTimeoutError):
+        run.step_to_the_end()
+    with torch.no_grad():
+        for parameter, value in zip(run.parameters, saved, strict=True):
+            parameter.copy_(value)
+    with pytest.raises(CapacityError):
+        run.optimizer.load_checkpoint(tmp_path / "saved")
+    run.come_back()
+    with pytest.raises(FailedStepError, match=r"loading .*saved broke off"):
+        run.step()
+    with pytest.raises(FailedStepError):
+        run.optimizer.save_checkpoint(tmp_path / "saved")
+    assert all(map(torch.equal, run.parameters, saved))
+    run.optimizer.load_checkpoint(tmp_path / "saved")
+    run.step()
+    run.assert_right()
 
 
 def pread_unaligned(fd: int, length: int, offset: int) -> bytes:
