@@ -25,7 +25,7 @@ from tierstore.scratch import GRAIN_ELEMENTS, Scratch
 
 TILE_ELEMENTS = GRAIN_ELEMENTS
 """Elements cast and updated at once on the CPU; a float32 tile with its state fits the last-level cache."""
-SHARED_ELEMENTS = 2 * TILE_ELEMENTS
+SHARED_ELEMENTS = 4 * TILE_ELEMENTS
 """Elements of a tile where each core has its own: in smaller ones threads wait longer for Python's lock than they gain
 by what is still in a core's own cache.
 """
