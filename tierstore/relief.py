@@ -73,6 +73,13 @@ class Relief(Sizing):
             what = f"{name} has {tier.arena.capacity:,} extents of {self._extent_bytes:,} bytes"
             self._traffic.recorder.decide("resize", f"{what}, before {before:,}", f"{extents:,} were asked for")
 
+    def capacities_asked(self) -> dict[str, int]:
+        """Bytes of tiers that were asked to have another size than the policy's, once all that is queued is done."""
+        with self._entered():
+            self._serve()
+            given = self.setup.given
+            return {name: most * self._extent_bytes for name, most in self._most.items() if most != given.get(name)}
+
     # -- pressure -------------------------------------------------------------------------------------------------
 
     def adapt(self) -> None:
