@@ -81,6 +81,8 @@ RETURNED = 0.95
 """Of what tiers hold, at least so much should leave the process."""
 REQUEST = 8 << 20
 RAW: tuple[Kind, ...] = ("write", "read")
+FIRST, COPY = "first write", "copy"
+"""What else is measured beside: writes into blocks that are reserved and were never written, and a plain copy."""
 
 
 class Others:
@@ -169,7 +171,7 @@ def measure(work: Work, chunk: int, folders: Sequence[Path], rounds: int, volume
         },
         environment={**environment(folders), "policy": {"chunk_size": chunk, "watermarks": [HIGH, LOW]}},
         raw=tuple(
-            {"kind": kind, "request": REQUEST, "in_flight": 8, "gb_per_s": rate / 1e9} for kind, rate in rates.items()
+            {"kind": kind, "request": REQUEST, "in_flight": 8, "gb_per_s": rates[kind] / 1e9} for kind in (*RAW, FIRST)
         ),
         tables=(
             pressure_table(runs.pop("")),
@@ -282,7 +284,7 @@ def _on_demand(
 ) -> tuple[dict[str, list[Turn]], dict[str, float], int]:
     """Empty and fill tiers, in turn with the raw device; its bytes per second, and the bytes compared in the end."""
     state = tierstore.plan(work.make()[0], {"chunk_size": chunk, "tiers": {"cpu": {}}}).tiers["cpu"].bytes
-    half = {"device": "cpu", "capacity": state // 2 // chunk * chunk}
+    half: dict[str, Any] = {"device": "cpu", "capacity": state // 2 // chunk * chunk}
     with contextlib.ExitStack() as closing:
         raw = closing.enter_context(RawDevice(folders, volume))
         alone = Training(work, {"chunk_size": chunk, "adapt": False, "tiers": {"cpu": {}}})
@@ -298,11 +300,16 @@ def _on_demand(
             name: partial(_turn, training, *EMPTIED[name]) for name, training in trainings.items()
         }
         runs |= {kind: partial(_raw_rate, raw, kind) for kind in RAW}
+        runs |= {FIRST: partial(_first_rate, folders, volume), COPY: partial(_copy_rate, half["capacity"])}
         found = interleave(runs, rounds)
         for _ in range(2 * rounds):
             alone.step()
         verified = sum(training.verify(name, alone) for name, training in trainings.items())
-    return {name: found[name] for name in trainings}, {kind: median(found[kind]) for kind in RAW}, verified
+    return (
+        {name: found[name] for name in trainings},
+        {kind: median(found[kind]) for kind in (*RAW, FIRST, COPY)},
+        verified,
+    )
 
 
 def _turn(training: Training, tiers: Sequence[str], to: str) -> Turn:
@@ -326,6 +333,22 @@ def _turn(training: Training, tiers: Sequence[str], to: str) -> Turn:
 
 def _raw_rate(raw: RawDevice, kind: Kind) -> float:
     return raw.measure(kind, REQUEST, 8).rate
+
+
+def _first_rate(folders: Sequence[Path], volume: int) -> float:
+    with RawDevice(folders, volume) as raw:
+        return raw.measure_first_write(REQUEST, 8).rate
+
+
+def _copy_rate(nbytes: int) -> float:
+    """Of torch's copy of so much into memory that nobody has touched. Raises VerificationError."""
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    began = time.perf_counter()
+    copy = torch.empty(nbytes, dtype=torch.uint8).copy_(source)
+    seconds = time.perf_counter() - began
+    if not torch.equal(copy, source):
+        raise VerificationError("a plain copy: other bytes than were copied")
+    return nbytes / seconds
 
 
 def _files(folders: Sequence[Path]) -> dict[str, Any]:

@@ -169,6 +169,7 @@ def time_table(emptied: Mapping[str, Sequence[Turn]], raw: Mapping[str, float]) 
         Column("offload", "offload", "seconds"),
         Column("written", "GB/s", ".2f"),
         Column("of_write", "of raw", "percent"),
+        Column("of_first", "of first", "percent"),
         Column("reload", "reload", "seconds"),
         Column("read", "GB/s", ".2f"),
         Column("of_read", "of raw", "percent"),
@@ -180,20 +181,26 @@ def time_table(emptied: Mapping[str, Sequence[Turn]], raw: Mapping[str, float]) 
         written = median([turn.written / turn.offload for turn in turns])
         read = median([turn.read / turn.reload for turn in turns])
         has_files = name.endswith("nvme")
+        write, read_back = (raw["write"], raw["read"]) if has_files else (raw["copy"], raw["copy"])
         rows.append(
             {
                 "tiers": name,
                 "offload": median([turn.offload for turn in turns]),
                 "written": written / 1e9,
-                "of_write": written / raw["write"] if has_files else None,
+                "of_write": written / write,
+                "of_first": written / raw["first write"] if has_files else None,
                 "reload": median([turn.reload for turn in turns]),
                 "read": read / 1e9,
-                "of_read": read / raw["read"] if has_files else None,
+                "of_read": read / read_back,
                 "next": median([turn.next_step for turn in turns]),
                 "steady": median([turn.steady_step for turn in turns]),
             }
         )
-    note = "GB/s: of what went to, and came from, the slower tier; reload: until all that it fetches has landed"
+    note = (
+        "GB/s: of what went to, and came from, the slower tier; reload: until all that it fetches has landed; of raw: "
+        f"of the raw device, or between memories of torch's copy into fresh memory ({raw['copy'] / 1e9:.2f} GB/s); of "
+        "first: of the raw device's writes into blocks that were reserved and never written, as an offload's are"
+    )
     return Table("time to give memory back and take it again", columns, tuple(rows), note)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from tierstore.cores import leaving_one_free
+from tierstore.device import Event
 from tierstore.pages import lies_on_small_pages
 from tierstore.planning import Move, Plan
 from tierstore.residency import Resident
@@ -257,12 +258,12 @@ class Execution:
                 raise
         return record, is_fresh
 
-    def end_use(self, chunk: int) -> None:
-        """Let go of the chunk; moves of it follow what was launched with its record."""
+    def end_use(self, chunk: int, last: Event | None = None) -> None:
+        """Let go of the chunk; moves of it follow what was launched with its record, until now or `last`."""
         place = self._traffic.ledger.where(chunk)
         self._traffic.ledger.release(chunk)
         if isinstance(place, Resident):
-            self._traffic.last_use[chunk] = self._traffic.memory(place.tier).device.record()
+            self._traffic.last_use[chunk] = last or self._traffic.memory(place.tier).device.record()
 
 
 def _zero(record: Tensor) -> None:

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
 from torch import Tensor
@@ -261,6 +261,8 @@ class Held:
                 f"the parameters changed, so the store must be made anew, but {len(names)} tensors were put there by "
                 f"name ({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore apart"
             )
+        with suppress(StoreClosedError):
+            self.policy = self.policy.with_capacities(self.binding.store.capacities_asked())
         states = self.pending
         left: dict[Tensor, dict[str, Any]] = {}
         if states is None and self.binding.steps:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from tierstore.device import is_out_of_memory, release_unused_memory
-from tierstore.errors import BusyStoreError, CapacityError, PolicyError, StoreClosedError, TierstoreError
+from tierstore.errors import CapacityError, PolicyError, StoreClosedError, TierstoreError
 from tierstore.housing import Setup
 from tierstore.placement import ENOUGH_EXTENTS
 from tierstore.policy import CpuTier
@@ -61,6 +61,9 @@ class Lending(Relief):
         """Have `nbytes` (or 4GiB) of the tier's memory free for the body; afterwards the tier has its size again, if it
         can, once the last of several such blocks is over.
 
+        A block that ends between a backward that updates parameters and `step()` gives the tier its size again when the
+        run after that one begins: no plan is changed under way, and memory is scarcest then.
+
         What is free already counts, of a device at the peak of the last steps. The store can be used in the body, and
         a size given there stays. A tier that this machine does without has nothing to yield.
 
@@ -79,16 +82,8 @@ class Lending(Relief):
             yield
         finally:
             if own is not None:
-                self._end_soon(tier, own)
-
-    def _end_soon(self, tier: str, own: _Yield) -> None:
-        """End a yield now, or, while the store is busy, when the next run begins."""
-        with contextlib.suppress(StoreClosedError):
-            try:
-                with self._entered():
-                    self._end(tier, own)
-            except BusyStoreError:  # with a run beside backward, say, which may wait for this very thread
-                self._request(partial(self._end, tier, own))
+                with contextlib.suppress(StoreClosedError):
+                    self._do_soon(partial(self._end, tier, own))
 
     def _is_absent(self, tier: object) -> bool:
         """Whether it is a tier of the policy that this machine does without."""

@@ -20,7 +20,7 @@ from tierstore.lending import Lending
 from tierstore.placement import ENOUGH_EXTENTS, LINE, Room
 from tierstore.planning import plan_fetch
 from tierstore.stats import Relocation
-from tierstore.tiers import MemoryTier, Tier
+from tierstore.tiers import MemoryTier
 from tierstore.traffic import FailedWriteError
 
 _log = logging.getLogger("tierstore.parking")
@@ -66,9 +66,8 @@ class Parking(Lending):
                 goal, homes, wanted = self._goal(emptied, to)
                 if goal not in self.setup.tiers:
                     self._join(goal)
-                sizes = {goal: max(self._has(goal), wanted), **dict.fromkeys(emptied, 0)}
                 try:
-                    self._park(self._what_is_parked(emptied, goal), sizes, homes, self._passed(emptied, goal))
+                    self._park(self._what_is_parked(emptied, goal), emptied, goal, wanted, homes)
                     break
                 except FailedWriteError:
                     self._raise_errors()  # which makes it good elsewhere, or raises what cannot be
@@ -78,22 +77,37 @@ class Parking(Lending):
             self._tell_relocation("offload", f"{', '.join(emptied)} emptied into {goal}", done)
             return done
 
-    def _park(
-        self, parked: _Parked, sizes: Mapping[str, int], homes: Mapping[int, str], passed: Sequence[Tier]
-    ) -> None:
-        """Empty tiers, over those that are passed; what breaks off half-way is put right by whoever uses a chunk."""
+    def _park(self, parked: _Parked, emptied: Sequence[str], goal: str, wanted: int, homes: Mapping[int, str]) -> None:
+        """Empty tiers into another; what breaks off half-way is put right by whoever uses a chunk."""
         before, self._parked = self._parked, parked
+        passed = self._passed(emptied, goal)
         try:
-            with self._passable(passed, sizes):
-                self._resize(sizes, homes)
+            with self._passable(passed, dict.fromkeys(emptied, 0)):
+                self._resize({goal: max(self._has(goal), wanted)}, homes)
+                self._empty([self._memory_tier(name) for name in emptied], passed)
         except BaseException:
             is_as_before = all(self._has(name) == size for name, size in parked.sizes.items())
             if is_as_before and all(self._ledger.home(chunk) == home for chunk, home in parked.homes.items()):
                 self._parked = before
             raise
 
+    def _empty(self, tiers: Sequence[MemoryTier], passed: Sequence[MemoryTier]) -> None:
+        """Send all that is in some tiers home at once, and give their memory back.
+
+        The slower ones' chunks leave first: what follows passes through the room they leave, or that guests make.
+        """
+        leaving: list[int] = []
+        for tier in passed:
+            if tier not in tiers:
+                leaving += self._guests_in(tier)[: max(0, ENOUGH_EXTENTS - tier.arena.available)]
+        for tier in reversed(tiers):
+            leaving += self._guests_in(tier)
+        self._send_home(leaving)
+        for tier in tiers:
+            self._shrink(tier, 0)
+
     @contextlib.contextmanager
-    def _passable(self, tiers: Sequence[Tier], sizes: Mapping[str, int]) -> Iterator[None]:
+    def _passable(self, tiers: Sequence[MemoryTier], sizes: Mapping[str, int]) -> Iterator[None]:
         """Have room in tiers for chunks that must pass them, whatever size they have now, and in the end by `sizes`."""
         last = {tier.name: tier.arena.lasting for tier in tiers}
         for tier in tiers:
@@ -249,10 +263,10 @@ class Parking(Lending):
             wanted += ENOUGH_EXTENTS
         return homes, wanted
 
-    def _passed(self, emptied: Sequence[str], goal: str) -> list[Tier]:
+    def _passed(self, emptied: Sequence[str], goal: str) -> list[MemoryTier]:
         """The tiers between the fastest that is emptied and the one that takes what is in it."""
         between = LINE[LINE.index(emptied[0]) + 1 : LINE.index(goal)]
-        return [self.setup.tiers[name] for name in between if name in self.setup.tiers]
+        return [self._memory_tier(name) for name in between if name in self.setup.tiers]
 
     def _check_room(self, goal: str, wanted: int) -> None:
         has, most = self._has(goal), self._most.get(goal)

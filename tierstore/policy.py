@@ -203,6 +203,15 @@ class TierPolicy(_Section):
             _check_own_file(policy, name)
         return policy if tiers is None else policy._select(tiers, name)
 
+    def with_capacities(self, capacities: Mapping[str, int]) -> TierPolicy:
+        """The same with other capacities, in bytes, for those of the tiers that it has."""
+        tiers: dict[str, Any] = {
+            name: getattr(self.tiers, name).model_copy(update={"capacity": nbytes})
+            for name, nbytes in capacities.items()
+            if name in self.tiers.names
+        }
+        return self.model_copy(update={"tiers": self.tiers.model_copy(update=tiers)})
+
     def to_yaml(self) -> str:
         """Write every setting, defaults too, as YAML that loads as an equal policy."""
         return str(yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False))

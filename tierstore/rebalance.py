@@ -10,6 +10,7 @@ to files that grow for it where they may.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -137,7 +138,7 @@ def plan_rebalance(
         distance = int(now.used_bytes - limits.low * now.total_bytes)
         if is_over(now, limits):
             wanted = -(-distance // sharing // holdings.extent_bytes)
-            extents = _whole_slabs(limits.slabs, wanted, holdings.most_at_once)
+            extents = sum(_newest(limits.slabs, wanted, holdings.most_at_once))
             done = plan_giving(holdings, tier, extents, _over(now, limits), at_least=1)
         elif is_under(now, limits) and may_grow:
             spare = -distance // sharing - limits.untouched_bytes
@@ -156,7 +157,7 @@ def plan_giving(holdings: Holdings, tier: str, extents: int, reason: str, *, at_
     With `at_least`, by fewer where not all can be spared, and by none where not so many can. Without it, raises
     CapacityError if they cannot all be given.
     """
-    room, slabs = holdings.rooms[tier], _slabs_for(holdings.limits[tier].slabs, extents)
+    room, slabs = holdings.rooms[tier], _newest(holdings.limits[tier].slabs, extents)
     if at_least is None and sum(slabs) < extents:
         raise CapacityError(
             f"tier {tier} has {room.extents:,} extents of {holdings.extent_bytes:,} bytes, and {extents:,} are "
@@ -260,24 +261,15 @@ def _after(holdings: Holdings, done: Rebalance) -> Holdings:
     return replace(after, spare=holdings.spare - files, spare_memory=max(0, holdings.spare_memory - memory))
 
 
-def _slabs_for(slabs: Sequence[int], extents: int) -> list[int]:
-    """The newest slabs that have so many extents together, or all."""
+def _newest(slabs: Sequence[int], extents: int, most: float = math.inf) -> list[int]:
+    """The newest slabs that have so many extents together, or all; those beyond `most` left out, but not the first."""
     chosen: list[int] = []
     for slab in slabs:
-        if sum(chosen) >= extents:
+        given = sum(chosen)
+        if given >= extents or (given and given + slab > most):
             break
         chosen.append(slab)
     return chosen
-
-
-def _whole_slabs(slabs: Sequence[int], extents: int, most: int) -> int:
-    """How many extents the newest slabs have that have so many, but not more than `most`; one slab at least."""
-    given = 0
-    for slab in slabs:
-        if given and (given >= extents or given + slab > most):
-            break
-        given += slab
-    return given
 
 
 def _stalls(pressure: Pressure) -> bool:

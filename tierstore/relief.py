@@ -12,8 +12,9 @@ import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tierstore.errors import CapacityError, PolicyError, StoreClosedError, TierstoreError
+from tierstore.errors import BusyStoreError, CapacityError, PolicyError, StoreClosedError, TierstoreError
 from tierstore.folders import disk_margin
 from tierstore.growth import SLABS_PER_TIER
 from tierstore.housing import Setup
@@ -36,8 +37,8 @@ _log = logging.getLogger("tierstore.relief")
 class _Request:
     """Something to be done by the thread that uses the store, for another one or for later; what it answers."""
 
-    do: Callable[[], int]
-    answer: Future[int]
+    do: Callable[[], Any]
+    answer: Future[Any]
 
 
 class Relief(Sizing):
@@ -71,6 +72,13 @@ class Relief(Sizing):
             self._most[name] = extents
             what = f"{name} has {tier.arena.capacity:,} extents of {self._extent_bytes:,} bytes"
             self._traffic.recorder.decide("resize", f"{what}, before {before:,}", f"{extents:,} were asked for")
+
+    def capacities_asked(self) -> dict[str, int]:
+        """Bytes of tiers that were asked to have another size than the policy's, once all that is queued is done."""
+        with self._entered():
+            self._serve()
+            given = self.setup.given
+            return {name: most * self._extent_bytes for name, most in self._most.items() if most != given.get(name)}
 
     # -- pressure -------------------------------------------------------------------------------------------------
 
@@ -250,7 +258,15 @@ class Relief(Sizing):
 
     # -- from other threads ---------------------------------------------------------------------------------------
 
-    def _request(self, do: Callable[[], int]) -> Future[int]:
+    def _do_soon(self, do: Callable[[], Any]) -> None:
+        """Do something now or, while the store is busy, when the next run begins."""
+        try:
+            with self._entered():
+                do()
+        except BusyStoreError:  # with a run beside backward, say, which may wait for this very thread
+            self._request(do)
+
+    def _request(self, do: Callable[[], Any]) -> Future[Any]:
         """Queue something for the next run."""
         request = _Request(do, Future())
         self._requests.put(request)

@@ -152,15 +152,17 @@ class Sizing(Housing):
 
     def _make_room(self, tier: Tier, extents: int) -> None:
         """See to so many free extents in a tier that has room for all its homes, by sending guests home."""
-        lasting = (
+        self._send_home(self._guests_in(tier)[: max(0, extents - tier.arena.available)])
+        self._traffic.wait_for_all()
+
+    def _guests_in(self, tier: Tier) -> list[int]:
+        """The chunks that can leave a tier's lasting slabs for a home elsewhere."""
+        return [
             chunk
             for place, chunk in self._ledger.valid_places().items()
             if place.tier == tier.name != self._ledger.home(chunk) and not tier.arena.is_condemned(place.extent)
             if not self._ledger.is_leased(chunk)
-        )
-        missing = extents - tier.arena.available
-        self._send_home([chunk for chunk, _ in zip(lasting, range(missing), strict=False)])
-        self._traffic.wait_for_all()
+        ]
 
     def _send_home(self, chunks: Collection[int]) -> None:
         """Begin to send chunks to their homes; wait for nothing. Raises LeaseError if one is leased."""

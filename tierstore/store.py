@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from tierstore.device import Event
 from tierstore.errors import (
+    BusyStoreError,
     FailedStepError,
     InvariantError,
     LeaseError,
@@ -43,11 +46,14 @@ class ChunkStore(Parking):
         self._broken_off: tuple[int, ...] | None = None
         self._failure: str | None = None
         self._traces: list[Trace] = []
+        self._ended_leases: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()  # each with its last use
         for decision in setup.decided:
             self._traffic.recorder.decide(*decision)
 
     def _on_entry(self) -> None:
         self._traffic.settle()
+        while not self._ended_leases.empty():
+            self._execution.end_use(*self._ended_leases.get())
 
     # -- chunks -------------------------------------------------------------------------------------------------
 
@@ -130,14 +136,22 @@ class ChunkStore(Parking):
 
     @contextlib.contextmanager
     def lease_chunk(self, chunk: int) -> Iterator[Tensor]:
-        """Hold a chunk's record where it is used; changes are kept. The chunk does not move until the end."""
+        """Hold a chunk's record where it is used; changes are kept. The chunk does not move until the end.
+
+        An end while somebody else is inside counts from the next call on.
+        """
         with self._entered():
             record = self._begin_lease(chunk)
+            device = self._traffic.memory(self._infos[chunk].compute).device
         try:
             yield record
         finally:
-            with self._entered(wait=True):  # the lease must end, whoever is inside
-                self._execution.end_use(chunk)
+            self._ended_leases.put((chunk, device.record()))
+            with (
+                contextlib.suppress(BusyStoreError),
+                self._entered(),
+            ):  # by a run that may wait for this very thread, say
+                pass
 
     def _begin_lease(self, chunk: int) -> Tensor:
         while True:

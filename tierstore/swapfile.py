@@ -47,7 +47,8 @@ class SwapFile:
         self._lost = 0  # requests that were given up, and may use the descriptor yet
         self._is_closed = False
         self.fd = _open_unnamed(folder)
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.fd)
+        self._cut = _Cut(self.fd, self.path)
+        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), self.fd, self._cut)
         try:
             if warns:
                 warn_of_folder(folder)
@@ -64,6 +65,7 @@ class SwapFile:
         same moment: whoever then finds the disk with less than its margin gives back what it took.
         """
         self._check(nbytes)
+        self._cut.wait()  # which would take away what is reserved meanwhile
         self._check_space(nbytes)
         offset, end, held = self.size_bytes, self.size_bytes + nbytes, self._held_bytes()
         try:
@@ -80,12 +82,19 @@ class SwapFile:
         return offset
 
     def shrink(self, nbytes: int) -> None:
-        """Give the last `nbytes` back to the disk; the caller no longer needs what is in them."""
+        """Begin to give the last `nbytes` back to the disk; the caller no longer needs what is in them.
+
+        That goes on beside whatever comes next; who reserves room in this process, or closes the file, waits for it.
+        """
         self._check(nbytes)
         if nbytes > self.size_bytes:
             raise ValueError(f"{self.path} has {self.size_bytes} bytes, {nbytes} cannot be given back")
-        os.ftruncate(self.fd, self.size_bytes - nbytes)
         self.size_bytes -= nbytes
+        self._cut.begin(self.size_bytes)
+
+    def wait_until_cut(self) -> None:
+        """Wait until what was given back is the disk's again."""
+        self._cut.wait()
 
     def close(self) -> None:
         """Give everything back to the disk. Idempotent; the engine must be done with the file.
@@ -123,11 +132,18 @@ class SwapFile:
 
     def _check_space(self, nbytes: int, *, taken: int = 0) -> None:
         """Refuse `nbytes`, of which `taken` have been reserved already, if they leave the disk less than its margin."""
-        space = disk_space(self.fd)
-        free = space.free_bytes + taken
-        room = free - disk_margin(space.total_bytes)
+        free, room = self._free_and_room(taken)
+        if nbytes > room:
+            _wait_for_cuts(self.fd)
+            free, room = self._free_and_room(taken)
         if nbytes > room:
             raise DiskFullError(errno.ENOSPC, self._too_full(nbytes, free, room), self.path)
+
+    def _free_and_room(self, taken: int) -> tuple[int, int]:
+        """What was free of the disk before `taken` bytes were reserved, and how much of that may be."""
+        space = disk_space(self.fd)
+        free = space.free_bytes + taken
+        return free, free - disk_margin(space.total_bytes)
 
     def _held_bytes(self) -> int:
         """What the file takes of the disk, with the filesystem's bookkeeping for it."""
@@ -160,6 +176,57 @@ class SwapFile:
             _set_direct(self.fd, False)
             return False
         return True
+
+
+class _Cut:
+    """Cuts a file off at its end, on a thread of its own: a filesystem that discards blocks at once takes a third as
+    long for that as for the writes that filled them, and only waits meanwhile.
+    """
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+        self._lock = threading.Lock()
+        self._size: int | None = None  # to be cut to next
+        self._thread: threading.Thread | None = None
+
+    def begin(self, size: int) -> None:
+        """Have the file cut to `size` bytes, in place of a size that nobody has come to yet."""
+        with self._lock:
+            self._size = size
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tierstore-cut", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the file is no longer than was asked for."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while (size := self._next_size()) is not None:
+            try:
+                os.ftruncate(self._fd, size)
+            except OSError as error:  # costs the disk some space, and is made good by whoever reserves it again
+                _log.warning("%s could not be cut to %d bytes: %s", self._path, size, error.strerror)
+
+    def _next_size(self) -> int | None:
+        with self._lock:
+            size, self._size = self._size, None
+            if size is None:
+                self._thread = None
+            return size
+
+
+def _wait_for_cuts(fd: int) -> None:
+    """Wait until this process has given back what it no longer needs of the disk that a file is on."""
+    disk = os.fstat(fd).st_dev
+    for file in list(_open_files):
+        with contextlib.suppress(OSError):  # another thread has closed it since
+            if os.fstat(file.fd).st_dev == disk:
+                file.wait_until_cut()
 
 
 def _open_unnamed(folder: Path) -> int:
@@ -239,8 +306,9 @@ def _no_direct(folder: Path, error: OSError) -> SwapError:
     return SwapError(error.errno or errno.EIO, text, str(folder))
 
 
-def _close_in(pid: int, fd: int) -> None:
+def _close_in(pid: int, fd: int, cut: _Cut) -> None:
     if os.getpid() == pid:
+        cut.wait()  # by then the number may be another file's
         os.close(fd)
 
 

@@ -127,7 +127,8 @@ class TieredStore(PieceStore):
 
         It must not be used after the end. Leases may be nested, of one tensor too: all see the same memory. A tensor in
         many chunks is gathered, and scattered at the end; if that fails, its changes stay in memory, are what `get` and
-        the next lease see, and are scattered at the end of that.
+        the next lease see, and are scattered at the end of that. An end between a backward that updates parameters and
+        `step()` is not waited for, as that would be for ever: the chunk may leave, or the changes are scattered, later.
         """
         with self._entered():
             value = self._find(name)
@@ -139,6 +140,8 @@ class TieredStore(PieceStore):
             self._lent[name] -= 1
             if not self._lent[name]:
                 del self._lent[name]
+                if name in self._gathered:
+                    self._do_soon(partial(self._scatter, name))
 
     def delete(self, name: str) -> None:
         """Forget a tensor. Raises LeaseError while it is leased."""
@@ -298,16 +301,11 @@ class TieredStore(PieceStore):
                 tensor, raw = value.form.empty(self._device(value.kind).torch_device)
                 self._read(value.kind, value.pieces, raw)
                 self._gathered[name] = tensor, raw
-        try:
-            yield self._gathered[name][0]
-        finally:
-            with self._entered(wait=True):
-                if self._lent[name] == 1:
-                    self._scatter(name)
+        yield self._gathered[name][0]
 
     def _scatter(self, name: str) -> None:
-        """Write a gathered tensor back to its chunks, if there is one; until that has succeeded, it is the value."""
-        if name not in self._gathered:
+        """Write a gathered tensor back to its chunks, if nobody has it; until that has succeeded, it is the value."""
+        if name not in self._gathered or self._lent[name]:
             return
         value = self._values[name]
         try:

@@ -114,6 +114,21 @@ class RawDevice:
             self._check(writes, request, blocks, f"raw {kind}, what was written")
         return sample
 
+    def measure_first_write(self, request_bytes: int, depth: int) -> Sample:
+        """Write every block of a device that was just opened, so that all are reserved and none was ever written.
+
+        Raises VerificationError if a block is not on the device afterwards.
+        """
+        request = max(ALIGNMENT, min(request_bytes, self._memory.numel() // 4) // ALIGNMENT * ALIGNMENT)
+        blocks = range(self._memory.numel() // request)
+        for number in blocks:
+            fill(self._block(number, request), number)
+        sample = self._pass([("write", number) for number in blocks], request, depth)
+        self._memory.zero_()
+        self._pass([("read", number) for number in blocks], request, depth)
+        self._check(blocks, request, 0, "raw first write, what was written")
+        return sample
+
     def _is_read(self, kind: Kind, number: int) -> bool:
         """Whether a block is one to read; of mixed ones every other block of each file is."""
         return kind == "read" or (kind == "mixed" and number // len(self._files) % 2 == 0)

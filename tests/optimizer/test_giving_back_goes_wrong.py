@@ -6,6 +6,7 @@ import errno
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.fakes import CurveProbe, FaultyEngine, HangingEngine
 from tests.optimizer.cases import assert_same_parameters, seeded, set_gradients
 from tests.optimizer.test_offload import SHAPES, Stingy, Twins, policy
 from tests.optimizer.test_pressure import CHUNK, MARKS, Job, OnDevice, steady, undisturbed
-from tierstore import TieredAdamW
+from tierstore import TieredAdamW, TieredStore
 from tierstore.build import Parts
 from tierstore.errors import CapacityError, PolicyError, TransferError
 from tierstore.execution import Execution
@@ -112,7 +113,17 @@ def test_state_can_be_loaded_onto_a_disk_that_answers_again(tmp_path: Path) -> N
 # -- yielding ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_body_that_breaks_off_between_backward_and_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+BLOCKS: dict[str, Callable[[TieredStore], AbstractContextManager[Any]]] = {
+    "yielding": lambda store: store.yielding("gpu", CHUNK),
+    "a lease": lambda store: store.lease("small"),
+    "a lease of many chunks": lambda store: store.lease("large"),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_body_that_ends_between_backward_and_step_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str
+) -> None:
     """With `update: backward` a run waits for gradients or `step()`; the end of the block waited for that run."""
     begun = threading.Event()
     step = Execution.step
@@ -122,15 +133,21 @@ def test_a_body_that_breaks_off_between_backward_and_step_ends(tmp_path: Path, m
         return step(*arguments, **options)
 
     used, unused = nn.Parameter(torch.ones(5000)), nn.Parameter(torch.ones(50_000))
-    optimizer = TieredAdamW([used, unused], lr=1e-2, policy=policy(tmp_path, update="backward"))
+    optimizer = TieredAdamW([used, unused], lr=1e-2, policy=policy(tmp_path, update="backward", nvme=100 * CHUNK))
     for _ in range(2):
         (used.sum() + unused.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
+    store = optimizer.store
+    sizes = {"small": 10, "large": 3 * CHUNK // 4}
+    for name, size in sizes.items():
+        store.put(name, torch.zeros(size))
     monkeypatch.setattr(Execution, "step", telling)
 
     def body() -> None:
-        with optimizer.store.yielding("gpu", CHUNK):
+        with BLOCKS[block](store) as lent:
+            if lent is not None:
+                lent.fill_(1)
             used.sum().backward()
             assert begun.wait(10)
 
@@ -138,6 +155,17 @@ def test_a_body_that_breaks_off_between_backward_and_step_ends(tmp_path: Path, m
     thread.start()
     thread.join(10)
     assert not thread.is_alive()
+    optimizer.step()
+    (used.sum() + unused.sum()).backward()
+    optimizer.step()
+    store.check()
+    kept = {name: store.get(name).sum().item() for name in sizes}
+    changed = {"a lease": "small", "a lease of many chunks": "large"}.get(block)
+    assert kept == {name: size if name == changed else 0 for name, size in sizes.items()}
+    for name in sizes:
+        store.delete(name)
+    optimizer.offload("nvme", ["gpu", "cpu"])
+    optimizer.close()
 
 
 def nested(folder: Path) -> tuple[Job, OnDevice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fakes import FaultyEngine
 from tests.optimizer.cases import KIB, MIB, assert_same_parameters, seeded, set_gradients
 from tierstore import TieredAdamW
 from tierstore.build import Parts
 from tierstore.device import HostDevice
 from tierstore.errors import BusyStoreError, CapacityError, DiskFullError, LeaseError, PolicyError, StoreClosedError
+from tierstore.io.base import Kind
+from tierstore.placement import ENOUGH_EXTENTS
 from tierstore.swapfile import SwapFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
@@ -126,6 +130,28 @@ def test_what_is_emptied_finds_room_to_pass_in_tiers_that_are_full(
     assert [twins.sizes()[tier] for tier in tiers] == [0] * len(tiers)
     twins.mine.reload()
     assert {tier: extents for tier, extents in twins.sizes().items() if extents} == before
+    twins.step()
+
+
+@pytest.mark.parametrize(("tiers", "at_once"), [(["gpu"], ENOUGH_EXTENTS), (["gpu", "cpu"], 8)])
+def test_what_leaves_is_written_side_by_side(tmp_path: Path, tiers: list[str], at_once: int) -> None:
+    """What came from gpu passed a cpu tier full of guests one after another, and the cpu tier waited until it had."""
+    engine = FaultyEngine(threads=at_once)
+
+    class Optimizer(TieredAdamW):
+        parts = Parts(open_engine=lambda *_, **__: engine)
+
+    twins = Twins(tmp_path, Optimizer)
+    twins.step()
+    twins.mine.store.wait()
+    engine.hold(kind=Kind.WRITE)
+    with ThreadPoolExecutor(1) as pool:
+        emptied = pool.submit(twins.mine.offload, "nvme", tiers)
+        try:
+            engine.wait_until_held(at_once)
+        finally:
+            engine.release()
+        assert emptied.result().bytes_moved > 0
     twins.step()
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.fakes import ActivationDevice, CurveProbe
-from tests.optimizer.cases import KIB, MIB
+from tests.optimizer.cases import KIB, MIB, assert_same_parameters, seeded, set_gradients
 from tierstore import TieredAdamW
 from tierstore.build import Parts
 from tierstore.errors import CapacityError, DiskFullError, PolicyError, StoreClosedError
@@ -419,3 +419,35 @@ def test_another_thread_asks_for_a_size_and_the_next_step_gives_it(tmp_path: Pat
     for refused in (late, store.request_resize("gpu", 8 * CHUNK)):
         with pytest.raises(StoreClosedError):
             refused.result()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_sizes_that_were_asked_for_outlast_another_binding(tmp_path: Path, steps: int) -> None:
+    """With a new group the sizes of the policy came back, and what another thread had asked for was refused."""
+    tiers = {
+        "gpu": {"device": "cpu", "capacity": 6 * CHUNK},
+        "cpu": {},
+        "nvme": {"paths": [str(tmp_path)], "capacity": 100 * CHUNK},
+    }
+    settings = {"chunk_size": CHUNK, "adapt": False, "tiers": tiers}
+    mine, theirs = seeded((60_000,), (3000,)), seeded((60_000,), (3000,))
+    optimizer = TieredAdamW(mine[:1], lr=1e-2, policy=settings)
+    reference = torch.optim.AdamW(theirs[:1], lr=1e-2, fused=True)
+
+    def step(number: int) -> None:
+        set_gradients(mine, number)
+        set_gradients(theirs, number)
+        optimizer.step()
+        reference.step()
+
+    for number in range(steps):
+        step(number)
+    optimizer.store.resize("cpu", 20 * CHUNK)
+    asked = optimizer.store.request_resize("gpu", 8 * CHUNK)
+    for each, parameters in ((optimizer, mine), (reference, theirs)):
+        each.add_param_group({"params": parameters[1:]})
+    step(steps)
+    sizes = {name: tier.capacity_bytes // CHUNK for name, tier in optimizer.store.stats().tiers.items()}
+    assert asked.result() == 8 * CHUNK and sizes == {"gpu": 8, "cpu": 20, "nvme": 100}
+    assert_same_parameters(mine, theirs)
+    optimizer.close()

@@ -12,15 +12,18 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.fakes import PATIENCE_SECONDS
 from tests.unit.conftest import mounted
 from tierstore import TieredStore, folders, swapfile
 from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
@@ -86,11 +89,94 @@ def test_growth_goes_slab_by_slab(file: SwapFile, monkeypatch: pytest.MonkeyPatc
 def test_shrinking_gives_the_tail_back(file: SwapFile) -> None:
     file.grow(2 * MIB)
     file.shrink(MIB + 4096)
+    file.wait_until_cut()
     assert file.size_bytes == os.fstat(file.fd).st_size == MIB - 4096
     assert reserved_bytes(file) < 2 * MIB
     assert file.grow(4096) == MIB - 4096
     with pytest.raises(ValueError, match=rf"has {MIB} bytes, {2 * MIB} cannot"):
         file.shrink(2 * MIB)
+
+
+class SlowToCut:
+    """A filesystem that gives space back when it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_cut = threading.Event()
+        self._cut = os.ftruncate
+        monkeypatch.setattr(swapfile.os, "ftruncate", self.cut)
+
+    def cut(self, fd: int, size: int) -> None:
+        assert self.may_cut.wait(PATIENCE_SECONDS)
+        self._cut(fd, size)
+
+
+def test_nobody_waits_while_space_is_given_back_but_who_takes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A filesystem that discards what it is given back took a third of the time of a reload for it."""
+    file = SwapFile(tmp_path, direct=False)
+    file.grow(4 * MIB)
+    disk = SlowToCut(monkeypatch)
+    for _ in range(3):
+        file.shrink(MIB)
+    assert file.size_bytes == MIB and os.fstat(file.fd).st_size == 4 * MIB
+    with ThreadPoolExecutor(1) as pool:
+        grown = pool.submit(file.grow, MIB)
+        disk.may_cut.set()
+        assert grown.result() == MIB
+    assert file.size_bytes == os.fstat(file.fd).st_size == 2 * MIB
+    assert reserved_bytes(file) >= 2 * MIB
+    file.close()
+
+
+def test_space_on_its_way_back_counts_as_free(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another file of this process: an optimizer takes what another one has just given back."""
+    one, other = SwapFile(small_disk, direct=False), SwapFile(small_disk, direct=False)
+    one.grow(70 * MIB)
+    disk, wait = SlowToCut(monkeypatch), swapfile._wait_for_cuts
+    one.shrink(70 * MIB)
+
+    def wait_for_cuts(fd: int) -> None:
+        disk.may_cut.set()
+        wait(fd)
+
+    monkeypatch.setattr(swapfile, "_wait_for_cuts", wait_for_cuts)
+    assert other.grow(70 * MIB) == 0
+    one.close()
+    other.close()
+
+
+def test_a_file_is_not_closed_under_who_cuts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another file's by then, which would be cut instead."""
+    file, disk = SwapFile(tmp_path, direct=False), SlowToCut(monkeypatch)
+    cut: list[int] = []
+    fd, free = file.fd, disk.cut
+    monkeypatch.setattr(swapfile.os, "ftruncate", lambda fd, size: (free(fd, size), cut.append(os.fstat(fd).st_ino)))
+    number = os.fstat(fd).st_ino
+    file.grow(MIB)
+    file.shrink(MIB)
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(file.close)
+        disk.may_cut.set()
+        closed.result()
+    assert cut == [number]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_space_that_cannot_be_given_back_is_told_of_and_used_again(
+    file: SwapFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(fd: int, size: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file.grow(2 * MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(swapfile.os, "ftruncate", refuse)
+        file.shrink(MIB)
+        file.wait_until_cut()
+    assert "could not be cut to 1048576 bytes: Input/output error" in caplog.text
+    assert file.grow(2 * MIB) == MIB and file.size_bytes == os.fstat(file.fd).st_size == 3 * MIB
 
 
 @pytest.mark.parametrize("nbytes", [0, -4096, 1, 4095, 4097])

@@ -53,6 +53,8 @@ class TestFileTier(TierContract):
 
     def reserved_bytes(self, tier: Tier) -> int:
         assert isinstance(tier, FileTier)
+        for file in tier.files:
+            file.wait_until_cut()
         sizes = [os.fstat(file.fd).st_size for file in tier.files if file.fd >= 0]
         blocks = [os.fstat(file.fd).st_blocks * 512 for file in tier.files if file.fd >= 0]
         assert sum(blocks) >= sum(sizes)  # reserved, not only claimed
