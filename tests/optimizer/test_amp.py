@@ -376,7 +376,7 @@ def test_scaling_adds_no_operation_and_reaches_every_kernel_call(dtype: torch.dt
 
     def record(scale: float | None) -> tuple[Recorded, list[Any]]:
         parameters = seeded((5000,), (7, 3), dtype=dtype)
-        optimizer = tiered(parameters, tmp_path, fused=True)
+        optimizer = tiered(parameters, tmp_path, "cpu", fused=True)  # what moves says which go together
         train(optimizer, parameters, [0])
         set_gradients(parameters, 1, scale=scale or 1.0)
         if scale is not None:
