@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import google_crc32c
@@ -57,11 +57,11 @@ class Blocks:
         """Let others have a buffer."""
         self._free.put(buffer)
 
-    def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> None:
-        """Let a thread do `work` with a buffer, which is free afterwards."""
+    def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> Future[None]:
+        """Let a thread do `work` with a buffer, which is free afterwards; the future has what it raises."""
         with self._under_way:
             self._count += 1
-        self._executor.submit(self._run, work, buffer)
+        return self._executor.submit(self._run, work, buffer)
 
     def work_here(self, work: Callable[[Buffer], None]) -> None:
         """Do `work` with a buffer on this thread. Raises what it raises."""
@@ -77,13 +77,9 @@ class Blocks:
             self._under_way.wait_for(lambda: self._count == 0)
 
     def check(self) -> None:
-        """Raise the first error of the work so far, again at every call until `forget_error`."""
+        """Raise the first error of the work so far, again at every call."""
         if self._error is not None:
             raise self._error
-
-    def forget_error(self) -> None:
-        """Begin anew after an error."""
-        self._error = None
 
     def close(self) -> None:
         """Wait for the work and end the threads."""
@@ -94,6 +90,7 @@ class Blocks:
             work(buffer)
         except BaseException as error:
             self._error = self._error or error
+            raise
         finally:
             self._free.put(buffer)
             with self._under_way:
