@@ -21,7 +21,6 @@ from tierstore.checkpoint.blocks import Buffer
 from tierstore.checkpoint.entries import Entry
 from tierstore.checkpoint.parts import Part, Read, gather, is_same_order, strides_in_order_of
 from tierstore.checkpoint.reader import StoredBlocks
-from tierstore.cores import on_one_core
 from tierstore.mapping import map_host_memory
 from tierstore.results import Results
 
@@ -211,14 +210,14 @@ class Source:
         return reordered
 
 
-def _begin_block(blocks: StoredBlocks, dtype: torch.dtype, window: Window) -> Future[None]:
+def _begin_block(blocks: StoredBlocks, dtype: torch.dtype, window: Window) -> Future[None] | None:
     number, skipped = divmod(window.first, blocks.elements)
 
     def deal(stored: Buffer) -> None:
         values = torch.from_numpy(stored)
         if values.data_ptr() % dtype.itemsize:  # another tool's, anywhere in its file
             values = values.clone()
-        on_one_core(partial(window.deal, values.view(dtype)[skipped:]))
+        window.deal(values.view(dtype)[skipped:])
 
     return blocks.begin(number, deal)
 

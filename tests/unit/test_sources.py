@@ -126,7 +126,9 @@ class CountingReader(Reader):
         blocks = super().blocks(section, number, field, wanted)
         return blocks and StoredBlocks(blocks.elements, partial(self._note, field, blocks.begin))
 
-    def _note(self, field: str, begin: Callable[[int, Use], Future[None]], number: int, use: Use) -> Future[None]:
+    def _note(
+        self, field: str, begin: Callable[[int, Use], Future[None] | None], number: int, use: Use
+    ) -> Future[None] | None:
         self.begun.append((field, number))
         return begin(number, use)
 
@@ -174,6 +176,22 @@ def test_bits_are_handed_to_whoever_takes_them_as_often_as_blocks_cut_them(saved
             window.wait()
     assert len(taken) == len(windows) == 4
     assert torch.equal(torch.cat([taken[start] for start in sorted(taken)]), values("exp_avg", 999, ELEMENTS - 999))
+
+
+def test_small_tensors_are_read_at_once_by_whoever_asks(tmp_path: Path, results: Results) -> None:
+    with Writer(tmp_path / "c", header={}) as writer:
+        for number in range(3):
+            writer.add("params", number, Entry(str(number), (1000,), (1,), torch.float32, {"exp_avg": torch.float32}))
+            writer.write("params", number, "exp_avg", 0, values("exp_avg", number, 1000))
+        writer.commit()
+    with Reader(tmp_path / "c") as reader:
+        source, into = Source(reader, results), torch.zeros(3, 1000)
+        for number in range(3):
+            for half in (0, 500):
+                where = "params", number, "exp_avg", Part.all_of((1000,), (1,)), half, 500
+                (window,) = source.want(*where, into[number, half : half + 500])
+            assert torch.equal(into[number], values("exp_avg", number, 1000))
+            window.wait()
 
 
 def test_a_damaged_block_is_told_to_those_who_wait_for_it_and_to_no_other(saved: Path, results: Results) -> None:

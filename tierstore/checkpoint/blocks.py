@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import google_crc32c
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from tierstore.checkpoint.documents import ZSTD_LEVEL
 from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES, Geometry
+from tierstore.cores import on_one_core
 from tierstore.errors import DamagedCheckpointError
 from tierstore.layout import round_up
 from tierstore.mapping import map_host_memory
@@ -67,7 +69,7 @@ class Blocks:
         """Let a thread do `work` with a buffer, which is free afterwards; the future has what it raises."""
         with self._under_way:
             self._count += 1
-        return self._executor.submit(self._run, work, buffer)
+        return self._executor.submit(on_one_core, partial(self._run, work, buffer))
 
     def work_here(self, work: Callable[[Buffer], None]) -> None:
         """Do `work` with a buffer on this thread. Raises what it raises."""

@@ -44,6 +44,7 @@ from tierstore.errors import (
 _NODE = re.compile(r"(?P<section>[a-z]+)(/(?P<number>[0-9]{6,12})(/(?P<field>[A-Za-z_][A-Za-z0-9_]{0,63}))?)?")
 _MISSING = 2**64 - 1
 _MOST_INDEXES = 16
+_SMALL_BYTES = 256 << 10
 
 Use = Callable[[Buffer], None]
 """Takes the values of a block, as the bytes of a whole one; they are valid until it returns."""
@@ -65,10 +66,13 @@ class _Folder:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """An array of blocks of so many elements; `begin` lets a thread read the one of a number, for whoever uses it."""
+    """An array of blocks of so many elements; `begin` reads the one of a number, for whoever uses it, on a thread.
+
+    Or, with None for an answer, at once and here, if the array is so small that handing it to a thread takes longer.
+    """
 
     elements: int
-    begin: Callable[[int, Use], Future[None]]
+    begin: Callable[[int, Use], Future[None] | None]
 
 
 class Reader:
@@ -150,7 +154,9 @@ class Reader:
         for node, part in self._stored[section, number]:
             if part.is_like(wanted):
                 name = f"{node}/{field}"
-                return StoredBlocks(self._arrays[name].geometry.block_elements, partial(self._begin, name))
+                geometry = self._arrays[name].geometry
+                is_small = geometry.blocks == 1 and geometry.block_bytes <= _SMALL_BYTES
+                return StoredBlocks(geometry.block_elements, partial(self._now if is_small else self._begin, name))
         return None
 
     def extra(self, rank: int = 0) -> Any:
@@ -183,7 +189,7 @@ class Reader:
         geometry, target = self._arrays[name].geometry, as_bytes(into).numpy()
         first, *others = geometry.blocks_of(start, len(target) // geometry.itemsize)
         if not others:
-            self._buffers().work_here(self._work(name, first, partial(_copy, geometry, first, start, target)))
+            self._now(name, first, partial(_copy, geometry, first, start, target))
             return
         under_way: list[Future[None]] = []
         try:
@@ -193,6 +199,10 @@ class Reader:
             wait(under_way)  # whatever happens, nothing is written into the caller's memory afterwards
         for reading in under_way:
             reading.result()
+
+    def _now(self, name: str, number: int, use: Use) -> None:
+        """Read one block here, and give `use` its values."""
+        self._buffers().work_here(self._work(name, number, use))
 
     def _begin(self, name: str, number: int, use: Use) -> Future[None]:
         """Let a thread read one block, once there is a buffer for it, and give `use` its values."""
