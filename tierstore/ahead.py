@@ -1,16 +1,16 @@
-"""Fills buffers ahead of whoever empties them, on a thread of its own: a few, in a known order, each used again.
+"""Fills buffers ahead of whoever empties them: a few, in a known order, each used again.
 
-The thread sees its buffers and what fills them, nothing else. Where one cannot be filled, whoever asks for it gets the
-error.
+A thread asks for what belongs into them, buffer after buffer, and others bring it; it waits for none of it. It sees its
+buffers and what fills them, nothing else. Where one cannot be filled, whoever asks for it gets the error.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -21,10 +21,26 @@ from tierstore.mapping import map_host_memory
 
 BUFFERS = 3
 """One is emptied, one is filled, and one waits between."""
-LEAST_BYTES = 8 << 20
-"""Of all buffers: who fills small ones reads for many at once, and they are what is emptied meanwhile."""
+LEAST_BYTES = 16 << 20
+"""Of all buffers: what is read at once belongs into many small ones, and is under way into others meanwhile."""
 
-Fill = Callable[[Tensor], None]
+
+class Arriving(Protocol):
+    """What belongs into one buffer or more."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is on its way."""
+
+    def begin(self) -> None:
+        """Send it on its way, if it is not, though more of it may be asked for."""
+
+    def wait(self) -> None:
+        """Wait until it is there, once it is on its way. Raises what went wrong."""
+
+
+Fill = Callable[[Tensor], Sequence[Arriving]]
+"""Begins to fill a buffer; tells what must have arrived before it is full."""
 
 
 class ReadAhead:
@@ -35,7 +51,8 @@ class ReadAhead:
         size = max(buffer_bytes, RECORD_ALIGNMENT)
         count = max(BUFFERS, LEAST_BYTES // size)
         self._free = list(map_host_memory(count * size).view(count, size).unbind())
-        self._filled: deque[Tensor] = deque()
+        self._most_asked = count - 2  # for two more, one being emptied and one to be asked for next
+        self._filled: deque[tuple[Tensor, Sequence[Arriving]]] = deque()
         self._given: Tensor | None = None
         self._error: BaseException | None = None
         self._is_closed = False
@@ -67,10 +84,13 @@ class ReadAhead:
             if not self._filled:
                 assert self._error is not None
                 raise self._error
-            self._given = self._filled.popleft()
-            return self._given
+            self._given, arriving = self._filled.popleft()
+        for one in arriving:
+            one.wait()
+        return self._given
 
     def _main(self) -> None:
+        asked: deque[tuple[Tensor, Sequence[Arriving]]] = deque()
         try:
             for fill in self._fills:
                 with self._changed:
@@ -78,11 +98,19 @@ class ReadAhead:
                     if self._is_closed:
                         return
                     buffer = self._free.pop()
-                fill(buffer)
-                with self._changed:
-                    self._filled.append(buffer)
-                    self._changed.notify_all()
+                asked.append((buffer, fill(buffer)))
+                self._pass_on(asked, self._most_asked)
+            self._pass_on(asked, 0)
         except BaseException as error:
             with self._changed:
                 self._error = error
+                self._changed.notify_all()
+
+    def _pass_on(self, asked: deque[tuple[Tensor, Sequence[Arriving]]], most: int) -> None:
+        """Let the first ones be waited for, if all that belongs into them is on its way; it must be, beyond `most`."""
+        while asked and (len(asked) > most or all(one.is_begun for one in asked[0][1])):
+            for one in asked[0][1]:
+                one.begin()
+            with self._changed:
+                self._filled.append(asked.popleft())
                 self._changed.notify_all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,9 @@ from tierstore.progress import Bar
 from tierstore.records import MASTER, high_half, is_split, write_field, write_part
 from tierstore.rules import Rule, step_count
 from tierstore.scratch import Scratch
-from tierstore.sources import Source
+from tierstore.sources import Source, Window
 from tierstore.state_dicts import check_and_wrap
 from tierstore.weights import Restoration
-
-PART_ELEMENTS = 1 << 20
-"""Read at once where values cannot be read straight into a record."""
 
 
 class Load:
@@ -166,7 +164,7 @@ class Filling:
             if has_state(entry) and binding.keeps_state(position)
         }
         self._parts = {position: part_of(binding.members[position]) for position in self._entries}
-        self._scratch = Scratch()
+        self._own = _Own()
         self._tell = tell
         self._bytes = {
             position: sum(d.itemsize for d in entry.fields.values()) for position, entry in self._entries.items()
@@ -206,34 +204,44 @@ class Filling:
             sum(span.length * self._bytes[span.parameter] for span in chunk.spans if span.parameter in self._bytes)
         )
 
-    def _fill(self, chunk: Chunk, record: Tensor) -> None:
-        """Fill a buffer as a record; on the thread that reads ahead."""
+    def _fill(self, chunk: Chunk, record: Tensor) -> list[Window]:
+        """Ask for all of a chunk in a buffer, as a record; on the thread that reads ahead."""
+        windows: list[Window] = []
         for span in chunk.spans:
             if span.parameter in self._entries:
                 for field in self._binding.fields_of(span.parameter):
-                    self._fill_field(chunk, span, field.name, record)
+                    windows += self._fill_field(chunk, span, field.name, record)
+        return windows
 
-    def _fill_field(self, chunk: Chunk, span: Span, name: str, record: Tensor) -> None:
+    def _fill_field(self, chunk: Chunk, span: Span, name: str, record: Tensor) -> list[Window]:
         """As for a new state: what is not stored is zero, but the master, which is the parameter itself."""
         if name in self._entries[span.parameter].fields:
-            self._read(chunk, span, name, record)
-        elif name == MASTER:
+            return self._want(chunk, span, name, record)
+        values = torch.zeros((), device="cpu")
+        if name == MASTER:
             values = high_half(self._binding.members[span.parameter]).narrow(0, span.start, span.length)
-            write_field(chunk, span, name, record, values, self._scratch)
-        else:
-            write_field(chunk, span, name, record, torch.zeros((), device="cpu"), self._scratch)
+        write_field(chunk, span, name, record, values, self._own.scratch)
+        return []
 
-    def _read(self, chunk: Chunk, span: Span, name: str, record: Tensor) -> None:
-        entry = self._entries[span.parameter]
-        dtype = entry.fields[name]
+    def _want(self, chunk: Chunk, span: Span, name: str, record: Tensor) -> list[Window]:
+        dtype = self._entries[span.parameter].fields[name]
         width = 2 if dtype.is_complex else 1
         where = SECTION, self._numbers[span.parameter], name, self._parts[span.parameter]
-        place = None if name == MASTER and is_split(chunk.cls) else chunk.part(record, name, span)
-        if place is not None and place.dtype == dtype:
-            self._source.read(*where, span.start, place)
-            return
-        for start in range(0, span.length, PART_ELEMENTS):
-            count = min(PART_ELEMENTS, span.length - start)
-            values = self._scratch.get("stored", dtype, torch.device("cpu"), count // width)
-            self._source.read(*where, (span.start + start) // width, values)
-            write_part(chunk, span, name, record, start, as_real(values).view(-1), self._scratch)
+        run = span.start // width, span.length // width
+        if name != MASTER or not is_split(chunk.cls):
+            place = chunk.part(record, name, span)
+            if place.dtype == dtype:
+                return self._source.want(*where, *run, place)
+
+        def put(start: int, values: Tensor) -> None:
+            real = as_real(values).view(-1)
+            write_part(chunk, span, name, record, start * width, real, self._own.scratch)
+
+        return self._source.want(*where, *run, put)
+
+
+class _Own(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()

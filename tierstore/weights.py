@@ -6,6 +6,7 @@ tensors must be plain JSON.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +21,14 @@ from tierstore.contents import Header, decode_others, is_sharded, whole_of
 from tierstore.errors import CheckpointValueError, StateDictError
 from tierstore.layout import in_storage_order_of, storage_order, stored_strides
 from tierstore.matching import listed
-from tierstore.sources import Source
+from tierstore.sources import Source, Window
 
 SECTION = "model"
 
 PART_ELEMENTS = 4 << 20
-"""Read at once."""
+"""Asked for at once."""
+MOST_PARTS = 8
+"""Asked for before the first one is there."""
 
 Json = Any
 
@@ -104,6 +107,7 @@ class Restoration:
         self._keys = {key: number for key, number in stored["keys"].items() if select(key)}
         self._others = {key: v for key, v in decode_others(path, stored["others"]).items() if select(key)}
         self._entries = source.reader.entries(SECTION)
+        self._under_way: deque[tuple[list[Window], int]] = deque()  # and the bytes in them
         self._refuse_another()
 
     @property
@@ -125,6 +129,7 @@ class Restoration:
             if (alike := (number, *_identity(local_part(target)))) not in loaded:
                 loaded.add(alike)
                 self._load(number, local_part(target), whole_of(target), tell)
+        self._wait(0, tell)
         if rest:
             self._model.load_state_dict(rest, strict=False)
 
@@ -136,14 +141,27 @@ class Restoration:
         assert flat is not None
         for start in range(0, len(flat), PART_ELEMENTS):
             part = flat[start : start + PART_ELEMENTS]
-            is_direct = part.dtype == dtype and part.device.type == "cpu"
-            into = part if is_direct else torch.empty(len(part), dtype=dtype, device="cpu")
-            self._source.read(SECTION, number, VALUES, wanted, start, into)
-            if not is_direct:
+            where = SECTION, number, VALUES, wanted, start
+            if part.dtype == dtype and part.device.type == "cpu":
+                windows = self._source.want(*where, len(part), part)
+            else:
+                windows, into = [], torch.empty(len(part), dtype=dtype, device="cpu")
+                self._source.read(*where, into)
                 part.copy_(into)
-            tell(len(part) * dtype.itemsize)
+            self._under_way.append((windows, len(part) * dtype.itemsize))
+            self._wait(MOST_PARTS, tell)
         if dense is not target:
+            self._wait(0, tell)
             target.copy_(dense)
+
+    def _wait(self, most: int, tell: Callable[[int], None]) -> None:
+        """Wait until no more parts than that are under way."""
+        while len(self._under_way) > most:
+            windows, nbytes = self._under_way.popleft()
+            for window in windows:
+                window.begin()
+                window.wait()
+            tell(nbytes)
 
     def _refuse_another(self) -> None:
         stored = {**self._keys, **self._others}

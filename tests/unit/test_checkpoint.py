@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tests.fakes import RecordingFiles
 from tierstore.checkpoint import Entry, Reader, Writer
+from tierstore.checkpoint.blocks import checksum
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.geometry import BLOCK_BYTES, Compression, geometry_for
 from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError
@@ -268,6 +270,17 @@ def test_a_block_that_was_changed_on_disk_is_found_and_named(tmp_path: Path) -> 
             load(reader)
         good = torch.empty(1000)
         reader.read("params", 0, "exp_avg", 0, good)  # what is not damaged can still be read
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, BLOCK_BYTES + 3])
+def test_the_checksum_of_an_array_is_that_of_its_bytes_wherever_it_lies(nbytes: int) -> None:
+    """Arrays are summed by the C function itself, which is given an address and a length."""
+    values = random_bits(nbytes + 3, torch.uint8).numpy()
+    for begin in range(4):
+        part = values[begin : begin + nbytes]
+        assert checksum(part) == google_crc32c.value(part.tobytes()).to_bytes(4, "little")
+    part.flags.writeable = False
+    assert checksum(part) == checksum(part.tobytes())
 
 
 def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -6,10 +6,15 @@ who wants one waits. Nothing here knows what a block belongs to.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import google_crc32c
@@ -18,6 +23,7 @@ import numpy.typing as npt
 
 from tierstore.checkpoint.documents import ZSTD_LEVEL
 from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES, Geometry
+from tierstore.cores import on_one_core
 from tierstore.errors import DamagedCheckpointError
 from tierstore.layout import round_up
 from tierstore.mapping import map_host_memory
@@ -29,6 +35,8 @@ BUFFERS = 8
 _MOST_BYTES = 16 << 20
 """Of all buffers together, if two of them are not more."""
 _ZSTD_MAGIC = 0xFD2FB528
+
+_log = logging.getLogger("tierstore.checkpoint")
 
 
 class Blocks:
@@ -57,11 +65,11 @@ class Blocks:
         """Let others have a buffer."""
         self._free.put(buffer)
 
-    def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> None:
-        """Let a thread do `work` with a buffer, which is free afterwards."""
+    def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> Future[None]:
+        """Let a thread do `work` with a buffer, which is free afterwards; the future has what it raises."""
         with self._under_way:
             self._count += 1
-        self._executor.submit(self._run, work, buffer)
+        return self._executor.submit(on_one_core, partial(self._run, work, buffer))
 
     def work_here(self, work: Callable[[Buffer], None]) -> None:
         """Do `work` with a buffer on this thread. Raises what it raises."""
@@ -77,13 +85,9 @@ class Blocks:
             self._under_way.wait_for(lambda: self._count == 0)
 
     def check(self) -> None:
-        """Raise the first error of the work so far, again at every call until `forget_error`."""
+        """Raise the first error of the work so far, again at every call."""
         if self._error is not None:
             raise self._error
-
-    def forget_error(self) -> None:
-        """Begin anew after an error."""
-        self._error = None
 
     def close(self) -> None:
         """Wait for the work and end the threads."""
@@ -94,6 +98,7 @@ class Blocks:
             work(buffer)
         except BaseException as error:
             self._error = self._error or error
+            raise
         finally:
             self._free.put(buffer)
             with self._under_way:
@@ -103,7 +108,26 @@ class Blocks:
 
 def checksum(content: Any) -> bytes:
     """The crc32c of bytes, as it is stored behind them. Takes arrays and bytes; no writable memoryview."""
-    return int(google_crc32c.value(content)).to_bytes(CHECKSUM_BYTES, "little")
+    unlocked = _unlocked_crc32c() if isinstance(content, np.ndarray) else None
+    found = google_crc32c.value(content) if unlocked is None else unlocked(content.ctypes.data, content.nbytes)
+    return int(found).to_bytes(CHECKSUM_BYTES, "little")
+
+
+@functools.cache
+def _unlocked_crc32c() -> Callable[[int, int], int] | None:
+    """The function that google_crc32c calls itself, of an address and a length; None where it cannot be found.
+
+    Called this way it does not hold the interpreter's lock, for which all other threads would wait.
+    """
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        from google_crc32c import _crc32c
+
+        found = ctypes.CDLL(_crc32c.__file__).crc32c_value
+        found.restype, found.argtypes = ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_size_t]
+        if found(b"123456789", 9) == 0xE3069283:  # what the algorithm makes of these nine digits
+            return found
+    _log.info("google_crc32c's own function is not found, so other threads wait while a block is summed")
+    return None
 
 
 def encode(geometry: Geometry, buffer: Buffer) -> int:

@@ -10,7 +10,8 @@ import errno
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -26,7 +27,7 @@ from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files, resolved
-from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES
+from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES, Geometry
 from tierstore.checkpoint.kinds import as_bytes
 from tierstore.checkpoint.parts import Part, Read, gather
 from tierstore.checkpoint.replacement import recover, unfinished_beside
@@ -43,6 +44,10 @@ from tierstore.errors import (
 _NODE = re.compile(r"(?P<section>[a-z]+)(/(?P<number>[0-9]{6,12})(/(?P<field>[A-Za-z_][A-Za-z0-9_]{0,63}))?)?")
 _MISSING = 2**64 - 1
 _MOST_INDEXES = 16
+_SMALL_BYTES = 256 << 10
+
+Use = Callable[[Buffer], None]
+"""Takes the values of a block, as the bytes of a whole one; they are valid until it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,17 @@ class _Folder:
     def node_of(self, section: str, number: int) -> str:
         """The group of an entry."""
         return f"{self.prefix}{section}/{node_name(number)}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """An array of blocks of so many elements; `begin` reads the one of a number, for whoever uses it, on a thread.
+
+    Or, with None for an answer, at once and here, if the array is so small that handing it to a thread takes longer.
+    """
+
+    elements: int
+    begin: Callable[[int, Use], Future[None] | None]
 
 
 class Reader:
@@ -133,6 +149,16 @@ class Reader:
         """The parts in which a field is stored, and what reads elements of each in its own storage order."""
         return [(part, partial(self._read, f"{node}/{field}")) for node, part in self._stored[section, number]]
 
+    def blocks(self, section: str, number: int, field: str, wanted: Part) -> StoredBlocks | None:
+        """What reads a part of a field block by block, if it is stored as such."""
+        for node, part in self._stored[section, number]:
+            if part.is_like(wanted):
+                name = f"{node}/{field}"
+                geometry = self._arrays[name].geometry
+                is_small = geometry.blocks == 1 and geometry.block_bytes <= _SMALL_BYTES
+                return StoredBlocks(geometry.block_elements, partial(self._now if is_small else self._begin, name))
+        return None
+
     def extra(self, rank: int = 0) -> Any:
         """What the writer was told to keep, with the types it had; of a rank there was none of, what rank 0 kept.
 
@@ -160,42 +186,40 @@ class Reader:
         """Read elements of one array."""
         if not len(into):
             return
-        array, target = self._arrays[name], as_bytes(into).numpy()
-        geometry, blocks = array.geometry, self._buffers()
-        blocks.forget_error()
-        numbers = geometry.blocks_of(start, len(target) // geometry.itemsize)
+        geometry, target = self._arrays[name].geometry, as_bytes(into).numpy()
+        first, *others = geometry.blocks_of(start, len(target) // geometry.itemsize)
+        if not others:
+            self._now(name, first, partial(_copy, geometry, first, start, target))
+            return
+        under_way: list[Future[None]] = []
         try:
-            for number in numbers:
-                place = self._place(name, array, number)
-                work = partial(self._read_block, name, array, number, place, start, target)
-                if len(numbers) == 1:
-                    blocks.work_here(work)  # handing it to a thread takes longer than the rest of it
-                else:
-                    blocks.submit(work, blocks.wait_for_buffer())
+            for number in (first, *others):
+                under_way.append(self._begin(name, number, partial(_copy, geometry, number, start, target)))
         finally:
-            blocks.wait()  # whatever happens, nothing is written into the caller's memory afterwards
-        blocks.check()
+            wait(under_way)  # whatever happens, nothing is written into the caller's memory afterwards
+        for reading in under_way:
+            reading.result()
 
-    def _read_block(
-        self,
-        name: str,
-        array: ArrayNode,
-        number: int,
-        place: tuple[int, int],
-        start: int,
-        target: Buffer,
-        buffer: Buffer,
-    ) -> None:
-        """Read one block and copy what is wanted of it, on a thread."""
-        geometry = array.geometry
-        shard, _ = geometry.place_of(number)
-        stored = self.tree.read_into(f"{name}/{array.file_of(shard)}", *place, buffer)
-        begin, end = geometry.range_of(number)
-        values = decode(f"{self.path}/{name}/{array.file_of(shard)}, elements {begin:,} to {end:,}", geometry, stored)
-        count = len(target) // geometry.itemsize
-        first, last = max(begin, start), min(end, start + count)
-        part = slice((first - begin) * geometry.itemsize, (last - begin) * geometry.itemsize)
-        target[(first - start) * geometry.itemsize : (last - start) * geometry.itemsize] = values[part]
+    def _now(self, name: str, number: int, use: Use) -> None:
+        """Read one block here, and give `use` its values."""
+        self._buffers().work_here(self._work(name, number, use))
+
+    def _begin(self, name: str, number: int, use: Use) -> Future[None]:
+        """Let a thread read one block, once there is a buffer for it, and give `use` its values."""
+        return self._buffers().submit(self._work(name, number, use), self._buffers().wait_for_buffer())
+
+    def _work(self, name: str, number: int, use: Use) -> Callable[[Buffer], None]:
+        """What reads one block into a buffer and gives its values to `use`, on any thread."""
+        array = self._arrays[name]
+        file = f"{name}/{array.file_of(array.geometry.place_of(number)[0])}"
+        place = self._place(name, array, number)
+
+        def work(buffer: Buffer) -> None:
+            begin, end = array.geometry.range_of(number)
+            stored = self.tree.read_into(file, *place, buffer)
+            use(decode(f"{self.path}/{file}, elements {begin:,} to {end:,}", array.geometry, stored))
+
+        return work
 
     def _buffers(self) -> Blocks:
         if self._blocks is None:
@@ -322,6 +346,14 @@ class Reader:
                 raise IncompleteCheckpointError(
                     f"{self.path}/{file} has {size:,} bytes, its array needs {least:,}: it is not complete"
                 )
+
+
+def _copy(geometry: Geometry, number: int, start: int, target: Buffer, values: Buffer) -> None:
+    """Copy what is wanted of a block; `target` begins with the array's element `start`."""
+    begin, end = geometry.range_of(number)
+    first, last = max(begin, start), min(end, start + len(target) // geometry.itemsize)
+    part = slice((first - begin) * geometry.itemsize, (last - begin) * geometry.itemsize)
+    target[(first - start) * geometry.itemsize : (last - start) * geometry.itemsize] = values[part]
 
 
 def _open(path: str) -> Tree:

@@ -89,6 +89,9 @@ class TorchFile:
         """The one part in which a field is stored: all of it."""
         return [(self._entries[section][number].part, partial(self.read, section, number, field))]
 
+    def blocks(self, section: str, number: int, field: str, wanted: Part) -> None:
+        """There are none."""
+
     def extra(self, rank: int = 0) -> Any:
         """What else is in the file, beside the optimizer's and the model's part; of that, `extra` if it is all.
 
