@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from tierstore.device import is_out_of_memory, release_unused_memory
 from tierstore.errors import CapacityError, PolicyError, StoreClosedError, TierstoreError
@@ -27,13 +29,18 @@ T = TypeVar("T")
 
 
 class Gradients(Protocol):
-    """What `retry_on_oom` must know of whoever computes: whether there are gradients, and how to drop them."""
+    """What `retry_on_oom` must know of whoever computes: whether there are gradients, and how to be rid of them."""
 
     def are_there(self) -> bool:
         """Whether a backward has left any."""
 
-    def forget(self) -> None:
-        """Drop them. Raises FailedStepError where they have changed parameters already."""
+    def holders(self) -> Collection[Tensor]:
+        """The parameters that have one, if only of zeros."""
+
+    def forget(self, but_zero: Collection[Tensor]) -> None:
+        """Make those of some parameters zero, and drop all others. Raises FailedStepError where they have changed
+        parameters already.
+        """
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -152,8 +159,9 @@ class Lending(Relief):
     def retry_on_oom(self, fn: Callable[[], T], tier: str = "gpu") -> T:
         """Call `fn`, a whole forward and backward; if it runs out of memory, make room, and call it once more.
 
-        In between gradients are dropped, the tier gives all that a step does not need, and torch's, numpy's and
-        Python's random numbers are as before; whatever else `fn` has changed it must not mind, as running statistics.
+        In between gradients are dropped (those that were zero are so again), the tier gives all that a step does not
+        need, and torch's, numpy's and Python's random numbers are as before; whatever else `fn` has changed it must not
+        mind, as running statistics.
         A tier that this machine does without has nothing to give. The tier grows again as pressure allows; under
         `adapt: false` it stays small.
 
@@ -163,6 +171,7 @@ class Lending(Relief):
         if not self._is_absent(tier):
             self._memory_tier(tier)
         had_gradients = self.gradients is not None and self.gradients.are_there()
+        zero = () if self.gradients is None else self.gradients.holders()
         randomness = Randomness.now()
         try:
             return fn()
@@ -177,7 +186,7 @@ class Lending(Relief):
             told = str(error).splitlines()[0] if str(error) else type(error).__name__
         # not within the handler, where the error's frames would keep what fn had made
         if self.gradients is not None:
-            self.gradients.forget()
+            self.gradients.forget(zero)
         if not self._is_absent(tier):
             with self._entered():
                 self._give_what_it_can(self._memory_tier(tier), told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -90,11 +90,23 @@ class GradientsOf:
         gradients = (parameter.grad for parameter in self._parameters())
         return any(one is not None and (one.is_sparse or bool(local_of(one).any())) for one in gradients)
 
-    def forget(self) -> None:
-        """Drop them, as `zero_grad` does. Raises FailedStepError where a backward has updated parameters already."""
+    def holders(self) -> Collection[Tensor]:
+        """The parameters that have one, if only of zeros: a step updates them, and leaves alone those without."""
+        return {parameter for parameter in self._parameters() if parameter.grad is not None}
+
+    def forget(self, but_zero: Collection[Tensor]) -> None:
+        """Make those of some parameters zero, and drop all others, as `zero_grad` does.
+
+        Raises FailedStepError where a backward has updated parameters already.
+        """
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer.zero_grad()
+            try:
+                optimizer.zero_grad(set_to_none=not but_zero)
+            finally:
+                for parameter in self._parameters():
+                    if parameter not in but_zero:
+                        parameter.grad = None
 
     def _parameters(self) -> Iterator[Tensor]:
         optimizer = self._optimizer()

@@ -362,6 +362,33 @@ def test_what_runs_out_of_memory_is_run_once_more_with_room(tmp_path: Path, set_
     other.optimizer.close()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["dropped gradients", "gradients of zero"])
+def test_a_parameter_that_no_run_uses_is_updated_as_if_memory_had_not_run_out(set_to_none: bool) -> None:
+    """A gradient of zero moves a parameter, by decay and by its moments; without one it is left alone."""
+
+    def train(fails_at: int) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(torch.ones(3000)) for _ in range(3)]
+        to_fail = {fails_at}
+        with TieredAdamW(parameters, lr=1e-2, policy={"tiers": {"cpu": {}}}) as optimizer:
+            for step in range(4):
+                used = parameters if step % 2 == 0 else parameters[:1]  # the last two are frozen, or a head nobody uses
+
+                def forward_and_backward(used: Sequence[nn.Parameter] = used, step: int = step) -> None:
+                    sum(parameter.square().sum() for parameter in used).backward()
+                    if step in to_fail:
+                        to_fail.remove(step)
+                        raise torch.OutOfMemoryError("tried to allocate")
+
+                optimizer.store.retry_on_oom(forward_and_backward, tier="cpu")
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+        return [parameter.detach() for parameter in parameters]
+
+    undisturbed = train(-1)
+    for fails_at in range(4):
+        assert all(map(torch.equal, train(fails_at), undisturbed))
+
+
 def test_what_runs_out_of_memory_twice_says_so(tmp_path: Path) -> None:
     job, device = steady(tmp_path, 50)
     job.train(2)
