@@ -35,8 +35,8 @@ class SwapFile:
     """One unnamed file in a folder, with what `grow` reserved in it.
 
     `direct` asks for O_DIRECT, or against it; None probes, and takes buffered I/O where it does not work. Afterwards
-    `direct` says which it is. Used by one thread, except `fd`, which engines use. `warns` of a folder that is memory or
-    a network.
+    `direct` says which it is. Used by one thread, except `fd`, which engines use, and what is said to be for any.
+    `warns` of a folder that is memory or a network.
     """
 
     def __init__(self, folder: Path, *, direct: bool | None, warns: bool = True) -> None:
@@ -84,7 +84,8 @@ class SwapFile:
     def shrink(self, nbytes: int) -> None:
         """Begin to give the last `nbytes` back to the disk; the caller no longer needs what is in them.
 
-        That goes on beside whatever comes next; who reserves room in this process, or closes the file, waits for it.
+        That goes on beside whatever comes next. Who reserves room in this file, or finds its disk too full for room in
+        another one of this process, or closes it, waits for that.
         """
         self._check(nbytes)
         if nbytes > self.size_bytes:
@@ -93,7 +94,7 @@ class SwapFile:
         self._cut.begin(self.size_bytes)
 
     def wait_until_cut(self) -> None:
-        """Wait until what was given back is the disk's again."""
+        """Wait until what was given back is the disk's again. From any thread."""
         self._cut.wait()
 
     def close(self) -> None:
@@ -194,9 +195,14 @@ class _Cut:
         """Have the file cut to `size` bytes, in place of a size that nobody has come to yet."""
         with self._lock:
             self._size = size
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tierstore-cut", daemon=True)
-                self._thread.start()
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._run, name="tierstore-cut", daemon=True)
+            with contextlib.suppress(RuntimeError):  # of a system that has no more threads to give
+                thread.start()
+                self._thread = thread
+                return
+        self._run()
 
     def wait(self) -> None:
         """Wait until the file is no longer than was asked for."""

@@ -164,6 +164,21 @@ def test_a_file_is_not_closed_under_who_cuts_it(tmp_path: Path, monkeypatch: pyt
         os.fstat(fd)
 
 
+def test_space_is_given_back_at_once_where_there_is_no_thread(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun and never ran was waited for by the next to reserve room, and by who closed the file."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    file.grow(2 * MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        file.shrink(MIB)
+        assert file.size_bytes == os.fstat(file.fd).st_size == MIB
+    file.shrink(4096)
+    assert file.grow(MIB) == MIB - 4096
+
+
 def test_space_that_cannot_be_given_back_is_told_of_and_used_again(
     file: SwapFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
