@@ -82,7 +82,7 @@ class Execution:
         """
         if ready is not None:
             with leaving_one_free():
-                return self.run(plan, use, finish, ready, replan)
+                return self.run(plan, use, finish, ready, replan, flush)
         with leaving_one_free() if self._sparing.is_on and self._uses_files(plan) else nullcontext():
             stats = self.run(plan, use, finish, None, replan, flush)
         self._hear(stats)

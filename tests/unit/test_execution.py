@@ -6,7 +6,7 @@ import ctypes
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -199,8 +199,8 @@ class Together:
             raise ValueError("launched work failed")
         self.launched.append(gathered)
 
-    def run(self, order: Sequence[int]) -> None:
-        self._store.run(order, order, self.use, flush=self.flush)
+    def run(self, order: Sequence[int], ready: Callable[[int], None] | None = None) -> None:
+        self._store.run(order, order, self.use, flush=self.flush, ready=ready)
 
 
 ORDER_OF_MANY = range(3 * TOGETHER)
@@ -220,6 +220,13 @@ def test_chunks_that_are_there_are_used_together_in_order_and_each_is_held_meanw
     assert together.launched == [list(ORDER_OF_MANY[first : first + TOGETHER]) for first in (0, 16, 32)]
     many.check()
     assert not any(many._ledger.is_leased(chunk) for chunk in ORDER_OF_MANY)
+
+
+def test_uses_that_wait_to_be_ready_are_launched_too(many: TieredStore) -> None:
+    """They were gathered, counted as used, and done by nobody."""
+    together, ready = Together(many), list[int]()
+    together.run([0, 1, 2], ready.append)
+    assert together.launched == [[0, 1, 2]] and ready == [0, 1, 2]
 
 
 def test_a_chunk_that_is_used_twice_is_not_held_twice(many: TieredStore) -> None:
