@@ -126,9 +126,10 @@ class Held:
         try:
             return self.bound(groups)[0].store
         except WrongThreadError:
-            if self.binding is None:
+            binding = self.binding  # which that thread may be about to make anew
+            if binding is None:
                 raise
-            return self.binding.store
+            return binding.store
 
     def bound_inside(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
         """As `bound`, for who is alone already."""

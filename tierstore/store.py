@@ -147,11 +147,8 @@ class ChunkStore(Parking):
             yield record
         finally:
             self._ended_leases.put((chunk, device.record()))
-            with (
-                contextlib.suppress(BusyStoreError),
-                self._entered(),
-            ):  # by a run that may wait for this very thread, say
-                pass
+            with contextlib.suppress(BusyStoreError), self._entered():
+                pass  # entering ends it, unless a run is inside that may wait for this very thread, say
 
     def _begin_lease(self, chunk: int) -> Tensor:
         while True:
@@ -208,7 +205,7 @@ class ChunkStore(Parking):
 
     @property
     def broken_off(self) -> tuple[int, ...] | None:
-        """The chunks that a run had used when it broke off, the last one perhaps in part; None when all is well."""
+        """The chunks that a run had used when it broke off, the last ones perhaps in part; None when all is well."""
         return self._broken_off
 
     def fail(self, story: str) -> None:
