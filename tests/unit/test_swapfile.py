@@ -16,7 +16,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,16 +97,25 @@ def test_shrinking_gives_the_tail_back(file: SwapFile) -> None:
 
 
 class SlowToCut:
-    """A filesystem that gives space back when it is let."""
+    """A filesystem that gives space back no sooner than somebody waits for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.may_cut = threading.Event()
-        self._cut = os.ftruncate
-        monkeypatch.setattr(swapfile.os, "ftruncate", self.cut)
+        self.cut_files: list[int] = []
+        self._is_waited_for = threading.Event()
+        self._cut, wait = os.ftruncate, swapfile._Cut.wait
 
-    def cut(self, fd: int, size: int) -> None:
-        assert self.may_cut.wait(PATIENCE_SECONDS)
+        def tell_and_wait(cut: swapfile._Cut) -> None:
+            if cut._thread is not None:
+                self._is_waited_for.set()
+            wait(cut)
+
+        monkeypatch.setattr(swapfile.os, "ftruncate", self._cut_late)
+        monkeypatch.setattr(swapfile._Cut, "wait", tell_and_wait)
+
+    def _cut_late(self, fd: int, size: int) -> None:
+        assert self._is_waited_for.wait(PATIENCE_SECONDS)
         self._cut(fd, size)
+        self.cut_files.append(os.fstat(fd).st_ino)
 
 
 def test_nobody_waits_while_space_is_given_back_but_who_takes_it_again(
@@ -116,14 +124,11 @@ def test_nobody_waits_while_space_is_given_back_but_who_takes_it_again(
     """A filesystem that discards what it is given back took a third of the time of a reload for it."""
     file = SwapFile(tmp_path, direct=False)
     file.grow(4 * MIB)
-    disk = SlowToCut(monkeypatch)
+    SlowToCut(monkeypatch)
     for _ in range(3):
         file.shrink(MIB)
     assert file.size_bytes == MIB and os.fstat(file.fd).st_size == 4 * MIB
-    with ThreadPoolExecutor(1) as pool:
-        grown = pool.submit(file.grow, MIB)
-        disk.may_cut.set()
-        assert grown.result() == MIB
+    assert file.grow(MIB) == MIB
     assert file.size_bytes == os.fstat(file.fd).st_size == 2 * MIB
     assert reserved_bytes(file) >= 2 * MIB
     file.close()
@@ -133,14 +138,8 @@ def test_space_on_its_way_back_counts_as_free(small_disk: Path, monkeypatch: pyt
     """Of another file of this process: an optimizer takes what another one has just given back."""
     one, other = SwapFile(small_disk, direct=False), SwapFile(small_disk, direct=False)
     one.grow(70 * MIB)
-    disk, wait = SlowToCut(monkeypatch), swapfile._wait_for_cuts
+    SlowToCut(monkeypatch)
     one.shrink(70 * MIB)
-
-    def wait_for_cuts(fd: int) -> None:
-        disk.may_cut.set()
-        wait(fd)
-
-    monkeypatch.setattr(swapfile, "_wait_for_cuts", wait_for_cuts)
     assert other.grow(70 * MIB) == 0
     one.close()
     other.close()
@@ -149,17 +148,11 @@ def test_space_on_its_way_back_counts_as_free(small_disk: Path, monkeypatch: pyt
 def test_a_file_is_not_closed_under_who_cuts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number may be another file's by then, which would be cut instead."""
     file, disk = SwapFile(tmp_path, direct=False), SlowToCut(monkeypatch)
-    cut: list[int] = []
-    fd, free = file.fd, disk.cut
-    monkeypatch.setattr(swapfile.os, "ftruncate", lambda fd, size: (free(fd, size), cut.append(os.fstat(fd).st_ino)))
-    number = os.fstat(fd).st_ino
+    fd, number = file.fd, os.fstat(file.fd).st_ino
     file.grow(MIB)
     file.shrink(MIB)
-    with ThreadPoolExecutor(1) as pool:
-        closed = pool.submit(file.close)
-        disk.may_cut.set()
-        closed.result()
-    assert cut == [number]
+    file.close()
+    assert disk.cut_files == [number]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
