@@ -259,12 +259,12 @@ class Relief(Sizing):
     # -- from other threads ---------------------------------------------------------------------------------------
 
     def _do_soon(self, do: Callable[[], Any]) -> None:
-        """Do something now or, while the store is busy, when the next run begins."""
+        """Do something now or, while the store is busy, when the next run begins; if that goes wrong then, tell it."""
         try:
             with self._entered():
                 do()
         except BusyStoreError:  # with a run beside backward, say, which may wait for this very thread
-            self._request(do)
+            self._request(do).add_done_callback(_tell_failure)
 
     def _request(self, do: Callable[[], Any]) -> Future[Any]:
         """Queue something for the next run."""
@@ -297,3 +297,11 @@ class Relief(Sizing):
         """Wait for what is under way and give back memory, files and threads. Idempotent."""
         super().close()
         self._refuse_requests()
+
+
+def _tell_failure(answer: Future[Any]) -> None:
+    """Log what nobody waits to hear."""
+    error = answer.exception()
+    if error is not None and not isinstance(error, StoreClosedError):
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        _log.warning("what was put off while the store was busy has failed: %s%s", error, notes and f"; {notes}")

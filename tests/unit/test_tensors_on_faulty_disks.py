@@ -19,6 +19,7 @@ from tests.unit.test_tensors import CHUNK, KIB, TIERS, Trial, one_operation
 from tierstore.build import Parts
 from tierstore.errors import TransferError
 from tierstore.io.base import Kind
+from tierstore.tensors import TieredStore
 
 CODES = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN, errno.ENOMEM)
 
@@ -159,3 +160,25 @@ def test_a_path_that_could_not_be_read_for_a_while_is_used_again_once_it_can() -
             trial.check()
     assert trial.refused == refused and trial.failed <= failed + 1  # one more call may hear of it
     trial.finish()
+
+
+def test_changes_that_could_not_be_scattered_in_time_are_told_of_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """The lease ends in the middle of a run, so that the error is raised to nobody."""
+    engine = FaultyEngine()
+    tiers = TIERS["cpu and nvme"]
+    with TieredStore({"chunk_size": CHUNK, "tiers": tiers}, parts=Parts(open_engine=lambda *_, **__: engine)) as store:
+        store.put("large", torch.zeros(10 * CHUNK // 4))
+        store.put("small", torch.zeros(10))
+        with contextlib.ExitStack() as leases:
+            leases.enter_context(store.lease("large")).fill_(1)
+            (piece,) = store._values["small"].pieces
+            store.run([piece.chunk], (), lambda *_: leases.close())
+        engine.fail(errno.EBADF, kind=Kind.READ, times=None)
+        with contextlib.suppress(TransferError):
+            store.get("small")
+        assert "what was put off while the store was busy has failed" in caplog.text
+        assert "the changes of 'large' are kept in memory" in caplog.text
+        engine.heal()
+        assert torch.equal(store.get("large"), torch.ones(10 * CHUNK // 4))
+        store.evict("large")
+        store.check()
