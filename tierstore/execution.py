@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -220,18 +220,16 @@ class Execution:
         """Lease, use and release chunks, several of them only where `flush` launches their uses together."""
         trace = self._traffic.trace
         leased: list[tuple[int, Tensor, bool]] = []
-        try:
+        with ExitStack() as leases:
             for chunk in chunks:
                 leased.append((chunk, *self.begin_use(chunk, zeroes=zeroes)))
+                leases.callback(self.end_use, chunk)
             began = time.perf_counter() if trace is not None else 0.0
             for chunk, record, is_fresh in leased:
                 self.used.append(chunk)
                 use(chunk, record, is_fresh)
             if flush is not None:
                 flush()
-        finally:
-            for chunk, _, _ in leased:
-                self.end_use(chunk)
         if trace is not None:
             numbers, nbytes = ", ".join(map(str, chunks)), sum(record.numel() for _, record, _ in leased)
             trace.add(CONTROL, f"update {numbers}", began, time.perf_counter(), chunks=numbers, bytes=nbytes)

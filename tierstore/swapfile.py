@@ -65,7 +65,7 @@ class SwapFile:
         same moment: whoever then finds the disk with less than its margin gives back what it took.
         """
         self._check(nbytes)
-        self._cut.wait()  # which would take away what is reserved meanwhile
+        _wait_for_cuts(self.fd)  # those of this file would take away what is reserved meanwhile
         self._check_space(nbytes)
         offset, end, held = self.size_bytes, self.size_bytes + nbytes, self._held_bytes()
         try:
@@ -84,8 +84,8 @@ class SwapFile:
     def shrink(self, nbytes: int) -> None:
         """Begin to give the last `nbytes` back to the disk; the caller no longer needs what is in them.
 
-        That goes on beside whatever comes next. Who reserves room in this file, or finds its disk too full for room in
-        another one of this process, or closes it, waits for that.
+        That goes on beside whatever comes next. Who reserves room on this disk in this process, or closes the file,
+        waits for that.
         """
         self._check(nbytes)
         if nbytes > self.size_bytes:
@@ -133,18 +133,11 @@ class SwapFile:
 
     def _check_space(self, nbytes: int, *, taken: int = 0) -> None:
         """Refuse `nbytes`, of which `taken` have been reserved already, if they leave the disk less than its margin."""
-        free, room = self._free_and_room(taken)
-        if nbytes > room:
-            _wait_for_cuts(self.fd)
-            free, room = self._free_and_room(taken)
+        space = disk_space(self.fd)
+        free = space.free_bytes + taken  # as it was before those were
+        room = free - disk_margin(space.total_bytes)
         if nbytes > room:
             raise DiskFullError(errno.ENOSPC, self._too_full(nbytes, free, room), self.path)
-
-    def _free_and_room(self, taken: int) -> tuple[int, int]:
-        """What was free of the disk before `taken` bytes were reserved, and how much of that may be."""
-        space = disk_space(self.fd)
-        free = space.free_bytes + taken
-        return free, free - disk_margin(space.total_bytes)
 
     def _held_bytes(self) -> int:
         """What the file takes of the disk, with the filesystem's bookkeeping for it."""
@@ -229,10 +222,16 @@ class _Cut:
 def _wait_for_cuts(fd: int) -> None:
     """Wait until this process has given back what it no longer needs of the disk that a file is on."""
     disk = os.fstat(fd).st_dev
-    for file in list(_open_files):
+    for file in _files():
         with contextlib.suppress(OSError):  # another thread has closed it since
             if os.fstat(file.fd).st_dev == disk:
                 file.wait_until_cut()
+
+
+def _files() -> list[SwapFile]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has opened one meanwhile
+            return list(_open_files)
 
 
 def _open_unnamed(folder: Path) -> int:

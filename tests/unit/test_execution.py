@@ -246,6 +246,22 @@ def test_of_chunks_used_together_all_count_as_used_when_their_launch_fails_and_t
     many.check()
 
 
+def test_chunks_held_together_are_let_go_though_the_end_of_one_use_fails(
+    many: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = many._execution.end_use
+
+    def end_use(chunk: int) -> None:
+        inner(chunk)
+        if chunk == 2:
+            raise ValueError("its event could not be recorded")
+
+    monkeypatch.setattr(many._execution, "end_use", end_use)
+    with pytest.raises(ValueError, match="event"):
+        Together(many).run(ORDER_OF_MANY)
+    assert not any(many._ledger.is_leased(chunk) for chunk in ORDER_OF_MANY)
+
+
 def test_moves_wait_for_a_few_uses_while_enough_others_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """And for none where links would run dry, or where the next chunk has to come first."""
     bench = Bench(monkeypatch, read=1.0, write=1.0)

@@ -67,9 +67,10 @@ class Blocks:
 
     def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> Future[None]:
         """Let a thread do `work` with a buffer, which is free afterwards; the future has what it raises."""
-        with self._under_way:
+        with self._under_way:  # which the work takes when it is done
+            future = self._executor.submit(on_one_core, partial(self._run, work, buffer))
             self._count += 1
-        return self._executor.submit(on_one_core, partial(self._run, work, buffer))
+        return future
 
     def work_here(self, work: Callable[[Buffer], None]) -> None:
         """Do `work` with a buffer on this thread. Raises what it raises."""
