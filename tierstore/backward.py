@@ -123,7 +123,7 @@ class InBackward:
         # the update tells autograd nothing; a graph that has kept the weight for later must not find another one
         torch.autograd.graph.increment_version(parameter)
         arrival = Arrival.of(parameter, self._device_of_gradients())
-        with self._changed:
+        with deferred(), self._changed:  # an interrupt leaves no run behind that nobody knows of
             if not self._arrivals:
                 self._backward = backward
                 self._begin()

@@ -110,7 +110,7 @@ class Held:
             return  # of no shape yet
         members = survey(groups, self.rule, with_state)
         if not any(_may_still_change(member.parameter) for member in members):
-            draw(members, groups, self.policy, self.parts).check_fits(is_first=self.binding is None)
+            draw(members, groups, self._policy_now(), self.parts).check_fits(is_first=self.binding is None)
 
     def take(self, states: dict[Tensor, Mapping[str, Any]]) -> None:
         """Have these states, in place of all others, from the next binding on."""
@@ -262,8 +262,7 @@ class Held:
                 f"the parameters changed, so the store must be made anew, but {len(names)} tensors were put there by "
                 f"name ({', '.join(names[:3])}): get() and delete() them first, or keep them in a TieredStore apart"
             )
-        with suppress(StoreClosedError):
-            self.policy = self.policy.with_capacities(self.binding.store.capacities_asked())
+        self.policy = self._policy_now()
         states = self.pending
         left: dict[Tensor, dict[str, Any]] = {}
         if states is None and self.binding.steps:
@@ -272,6 +271,13 @@ class Held:
         self._put_aside(left)
         self.binding.close()
         self.binding, self._handed, self.pending = None, None, states
+
+    def _policy_now(self) -> TierPolicy:
+        """The policy of another binding: with the sizes that tiers were last asked to have, all that is queued done."""
+        if self.binding is not None:
+            with suppress(StoreClosedError):
+                return self.policy.with_capacities(self.binding.store.capacities_asked())
+        return self.policy
 
     def _put_aside(self, left: Mapping[Tensor, dict[str, Any]]) -> None:
         if left:

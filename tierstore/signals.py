@@ -11,7 +11,7 @@ import _signal  # type: ignore[import-not-found]  # `signal` makes enums of what
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -44,12 +44,26 @@ class _Deferral:
         self.noted.append(number)
 
     def end(self) -> None:
-        handlers, self.handlers = self.handlers, {}
-        for number, handler in handlers.items():
-            if _signal.getsignal(number) == self.note:  # else somebody set a new one meanwhile
-                _signal.signal(number, handler)
-        if not self.noted:
-            return
+        handlers = dict(self.handlers)
+        try:
+            self._put_back()
+        finally:
+            if self.noted:
+                self._deliver(handlers)
+
+    def _put_back(self) -> None:
+        """Put all handlers back, also where the first ones, back already, raise meanwhile."""
+        try:
+            while self.handlers:
+                number, handler = next(iter(self.handlers.items()))
+                if _signal.getsignal(number) == self.note:  # else somebody set a new one meanwhile
+                    _signal.signal(number, handler)
+                del self.handlers[number]
+        finally:
+            if self.handlers:
+                self._put_back()
+
+    def _deliver(self, handlers: Mapping[int, Handler]) -> None:
         noted, self.noted = list(dict.fromkeys(self.noted)), []
         with contextlib.ExitStack() as deliveries:  # all of them, whatever one raises
             for number in reversed(noted):

@@ -8,11 +8,13 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
@@ -821,3 +823,35 @@ def test_ctrl_c_in_backward_is_told_like_any_iteration_without_a_step(tmp_path: 
     handle.remove()
     with pytest.raises(FailedStepError, match=r"step\(\) was not called"):
         optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_ctrl_c_while_a_run_begins_leaves_none_that_nobody_ends(tmp_path: Path) -> None:
+    """Python waits for a thread that starts, which is where an interrupt was likely to be raised: the run went on, and
+    since nobody knew of it all calls were refused from then on, as another thread was inside.
+    """
+    (net, optimizer), (other, reference) = (fresh(tmp_path, steps=2) for _ in range(2))
+    saved, weights = optimizer.state_dict(), copy.deepcopy(net.state_dict())
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is threading.Thread.start.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    optimizer.zero_grad()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            net(2).backward()
+    finally:
+        sys.setprofile(None)
+    (run,) = optimizer._backward._open
+    with contextlib.suppress(FailedStepError):  # if something was updated already
+        optimizer.zero_grad()
+    assert not run.thread.is_alive()
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    for step in range(2, 5):
+        take_step(net, optimizer, step)
+        take_step(other, reference, step)
+    assert_same(net, optimizer, other, reference)

@@ -478,3 +478,33 @@ def test_sizes_that_were_asked_for_outlast_another_binding(tmp_path: Path, steps
     assert asked.result() == 8 * CHUNK and sizes == {"gpu": 8, "cpu": 20, "nvme": 100}
     assert_same_parameters(mine, theirs)
     optimizer.close()
+
+
+@pytest.mark.parametrize("by", ["resize", "request_resize"])
+def test_whether_a_new_group_fits_is_found_with_the_sizes_that_were_asked_for(tmp_path: Path, by: str) -> None:
+    """It was looked up in the policy's: a group was taken for which there was no room any more, and then every step,
+    every state dict and even a resize was refused; and one for which room had been made was refused.
+    """
+    tiers = {"cpu": {"capacity": 8 * CHUNK}, "nvme": {"paths": [str(tmp_path)], "capacity": 40 * CHUNK}}
+    mine, theirs = seeded((30_000,), (60_000,)), seeded((30_000,), (60_000,))
+    optimizer = TieredAdamW(mine[:1], lr=1e-2, policy={"chunk_size": CHUNK, "adapt": False, "tiers": tiers})
+    reference = torch.optim.AdamW(theirs[:1], lr=1e-2, fused=True)
+
+    def step(number: int) -> None:
+        set_gradients(mine, number)
+        set_gradients(theirs, number)
+        optimizer.step()
+        reference.step()
+
+    step(0)
+    getattr(optimizer.store, by)("nvme", 16 * CHUNK)
+    with pytest.raises(CapacityError, match="need a home"):
+        optimizer.add_param_group({"params": mine[1:]})
+    assert len(optimizer.param_groups) == 1 and optimizer.state_dict()["state"].keys() == {0}
+    step(1)
+    getattr(optimizer.store, by)("nvme", 50 * CHUNK)
+    for each, parameters in ((optimizer, mine), (reference, theirs)):
+        each.add_param_group({"params": parameters[1:]})
+    step(2)
+    assert_same_parameters(mine, theirs)
+    optimizer.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,11 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes import RecordingFiles
+from tests.fakes import PATIENCE_SECONDS, RecordingFiles
 from tierstore.checkpoint import Entry, Reader, Writer
 from tierstore.checkpoint.blocks import checksum
 from tierstore.checkpoint.files import Files
-from tierstore.checkpoint.geometry import BLOCK_BYTES, Compression, geometry_for
+from tierstore.checkpoint.geometry import BLOCK_BYTES, PAGE_BYTES, Compression, geometry_for
+from tierstore.checkpoint.tree import Tree
 from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError
 
 COMPRESSIONS: tuple[Compression, ...] = ("none", "zstd")
@@ -166,6 +171,42 @@ def test_another_tools_chunks_are_read(tmp_path: Path) -> None:
     with Reader(tmp_path / "c") as reader:
         for number in range(len(layouts)):
             assert load(reader, number).equal(values)
+
+
+class _RefusingTree(Tree):
+    """On a filesystem without direct I/O, which refuses a thread other than the first one when it is let."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.main = threading.current_thread()
+        self.is_tried, self.may_refuse = threading.Event(), threading.Event()
+
+    def _open(self, name: str, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            if threading.current_thread() is not self.main:
+                self.is_tried.set()
+                assert self.may_refuse.wait(PATIENCE_SECONDS)
+            raise OSError(errno.EINVAL, "no direct I/O here", name)
+        return super()._open(name, flags)
+
+
+def test_every_thread_goes_on_where_direct_reads_are_refused(tmp_path: Path) -> None:
+    """Blocks are read by several threads. What one found out of the filesystem was taken by the next, whose direct
+    read was under way, for a sign that it had not read directly: its refusal was raised, now and then, and the load of
+    an intact checkpoint failed.
+    """
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/block").write_bytes(b"values")
+
+    def read(tree: Tree) -> bytes:
+        return tree.read_into("block", 0, 6, np.empty(3 * PAGE_BYTES, np.uint8)).tobytes()
+
+    with closing(_RefusingTree(str(tmp_path / "c"))) as tree, ThreadPoolExecutor(1) as other:
+        late = other.submit(read, tree)
+        assert tree.is_tried.wait(PATIENCE_SECONDS)
+        assert read(tree) == b"values"
+        tree.may_refuse.set()
+        assert late.result() == b"values"
 
 
 def test_a_codec_that_is_not_read_is_named(tmp_path: Path) -> None:

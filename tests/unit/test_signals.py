@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -72,6 +74,40 @@ def test_all_noted_signals_are_delivered_though_one_raises(heard: list[int]) -> 
     with pytest.raises(KeyboardInterrupt):
         work()
     assert heard == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_an_interrupt_while_handlers_are_put_back_leaves_none_behind(heard: list[int], nth: int) -> None:
+    """Only SIGINT's was back when it came once more, and raised: SIGUSR1 was noted for ever after and never handled,
+    and what had been noted before was raised by some later call.
+    """
+    before, returned = signal.getsignal(signal.SIGUSR1), 0
+
+    def interrupt(frame: FrameType, event: str, called: object) -> None:
+        nonlocal returned
+        if event == "c_return" and called is _signal.signal:
+            returned += 1
+            if returned == nth + 1:
+                signal.raise_signal(signal.SIGINT)
+
+    def work() -> None:
+        with deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            sys.setprofile(interrupt)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    finally:
+        sys.setprofile(None)
+    assert returned == nth + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGUSR1) is before and heard == [signal.SIGUSR1]
+    with deferred():
+        break_point()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1] * 2
 
 
 def test_a_handler_set_inside_is_kept(heard: list[int]) -> None:

@@ -95,17 +95,18 @@ class Tree:
         """Read a part of a file into a page-aligned buffer with two pages to spare; return where it lies there."""
         begin = offset // PAGE_BYTES * PAGE_BYTES
         length = -(-(offset + nbytes - begin) // PAGE_BYTES) * PAGE_BYTES
+        flags, wanted = os.O_DIRECT if self._direct else 0, offset - begin + nbytes
         with self._told(name, "the file cannot be read"):
             try:
-                found = self._fill(name, begin, buffer[:length], offset - begin + nbytes)
+                found = self._fill(name, begin, buffer[:length], wanted, flags)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno != errno.EINVAL or not flags:  # whatever other threads have found out meanwhile
                     raise
                 self._direct = False
-                found = self._fill(name, begin, buffer[:length], offset - begin + nbytes)
-        if found < offset - begin + nbytes:
+                found = self._fill(name, begin, buffer[:length], wanted, 0)
+        if found < wanted:
             raise DamagedCheckpointError(f"{self.path}/{name} ended after {begin + found:,} bytes")
-        return buffer[offset - begin : offset - begin + nbytes]
+        return buffer[offset - begin : wanted]
 
     @contextlib.contextmanager
     def _told(self, name: str, what: str) -> Iterator[None]:
@@ -118,9 +119,9 @@ class Tree:
                 f"{self.path}/{name} is missing: the checkpoint is not complete, or was removed while it was read"
             ) from error
 
-    def _fill(self, name: str, offset: int, buffer: Buffer, wanted: int) -> int:
+    def _fill(self, name: str, offset: int, buffer: Buffer, wanted: int, flags: int) -> int:
         target: Any = buffer
-        fd = self._open(name, os.O_DIRECT if self._direct else 0)
+        fd = self._open(name, flags)
         try:
             found = 0
             while found < wanted:
