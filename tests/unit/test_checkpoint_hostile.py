@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -22,6 +23,7 @@ from tests.unit.test_checkpoint_extra import trained
 from tierstore.checkpoint import Entry, Reader, TorchFile, Writer
 from tierstore.checkpoint.blocks import checksum
 from tierstore.checkpoint.examine import parts, total_bytes
+from tierstore.checkpoint.torchfile import first_damaged
 from tierstore.errors import CheckpointError, CheckpointValueError, DamagedCheckpointError, IncompleteCheckpointError
 
 ARRAY = "params/000000/exp_avg"
@@ -370,6 +372,31 @@ def fuzz_torch_file(path: Path, seed: int, tries: Iterable[int]) -> dict[str, in
 def test_random_damage_to_a_file_of_torchs_is_a_typed_error_or_is_read(tmp_path: Path) -> None:
     outcomes = fuzz_torch_file(tmp_path / "t.pt", seed=5, tries=range(60))
     assert outcomes["refused"] > 30 and outcomes["read"] > 5
+
+
+ARCHIVE_DAMAGE = {
+    "of two disks": (b"PK\x06\x07", 16, b"\x02"),
+    "of no disk": (b"PK\x06\x07", 4, b"\xff"),
+    "of a later version": (b"PK\x01\x02", 6, b"\xff"),
+    "encrypted": (b"PK\x01\x02", 8, b"\x01"),
+    "compressed in a way there is not": (b"PK\x01\x02", 10, b"\x63"),
+    "with a name that is no text": (b"PK\x01\x02", 46, b"\xff\xff"),
+}
+
+
+@pytest.mark.parametrize("damage", ARCHIVE_DAMAGE)
+def test_an_archive_that_says_what_cannot_be_is_a_typed_error_or_is_read(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "t.pt"
+    trained(path, lambda model, optimizer: {"model": model, "optimizer": optimizer, "epoch": 3})
+    assert first_damaged(os.fspath(path)) is None
+    mark, offset, value = ARCHIVE_DAMAGE[damage]
+    content = bytearray(path.read_bytes())
+    at = content.index(mark) + offset
+    content[at : at + len(value)] = value
+    path.write_bytes(content)
+    assert isinstance(first_damaged(os.fspath(path)), str)
+    with contextlib.suppress(DamagedCheckpointError), TorchFile(path) as source:
+        source.extra()
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def first_damaged(path: str) -> str | None:
     try:
         with zipfile.ZipFile(path) as file:
             return file.testzip()
-    except (OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # whatever Python's reader of archives stumbles over
         return str(error)
 
 
@@ -190,12 +190,19 @@ def _load(path: str) -> Any:
 
 def _why(path: str, text: str) -> str:
     """What is wrong with a file, without torch's advice, which is for others: here nothing is run, ever."""
-    if not zipfile.is_zipfile(path):
+    if not _is_archive(path):
         return "it is no file that torch.save wrote (a zip archive, since torch 1.6), or it is cut off"
     if (found := re.search(r"GLOBAL (\S+)", text)) is not None:
         return f"it holds a {found[1][:100]}, and only tensors and plain values are read: save it without"
     found = re.search(r"WeightsUnpickler error: (.+)", text)
     return f"it is damaged, or holds more than tensors and plain values: {(found[1] if found else text)[:200]}"
+
+
+def _is_archive(path: str) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except Exception:  # it has the end of one, which says what cannot be
+        return True
 
 
 def _sort(path: str, content: Any) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None, dict[Any, Any]]:
