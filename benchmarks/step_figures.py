@@ -35,6 +35,7 @@ class Figures:
     samples: Sequence[Sample]
     bounds: Mapping[str, Bound]
     ideal: str  # the contender with all state in the fastest tier
+    alike: str  # the one with all state there in the form in which the others move it
 
     @property
     def raw_rate(self) -> float:
@@ -81,7 +82,10 @@ class Figures:
         if self.work.device.type == "cpu":
             yield "gpu is host memory here, which stands in for an accelerator"
         yield "gpu+cpu+nvme: a quarter of the chunks stays in each of the two faster tiers"
-        yield "of ideal: beside all state in memory; over: time beyond max(bytes / raw rate, update in memory)"
+        yield (
+            f"of ideal: beside all state in memory, {self.ideal}; over: time beyond max(bytes / raw rate, step of "
+            f"{self.alike}, which has all state in memory in the form that moves)"
+        )
 
     # -- the tables -------------------------------------------------------------------------------------------------
 
@@ -148,7 +152,7 @@ class Figures:
         }
         if link == NVME_LINK:
             physical = [nbytes / sample.rate for nbytes, sample in zip(both, self.samples, strict=True)]
-            ideal = [max(io, turn.step) for io, turn in zip(physical, self.turns[self.ideal], strict=True)]
+            ideal = [max(io, turn.step) for io, turn in zip(physical, self.turns[self.alike], strict=True)]
             row |= {"of_device": ratio(physical, seconds), "over": ratio(seconds, ideal) - 1}
         return row
 

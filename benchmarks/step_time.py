@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from benchmarks.harness import (
@@ -51,16 +52,21 @@ class Setting:
     kept: Mapping[str, float]
     last: str
     capacity: int | None = None  # bytes of the cpu tier, instead of a share
+    master: str = "auto"
 
 
-def settings_for(device: str, cpu: int | None) -> list[Setting]:
-    """The tier sets that are compared, the one with all state in the fastest tier first."""
+def settings_for(device: str, cpu: int | None, dtype: torch.dtype) -> list[Setting]:
+    """The tier sets that are compared. First the one with all state in the fastest tier; then, where it is stored in
+    another form if it moves, one with all state there in that form.
+    """
     shares = (0.0, 0.25, 0.5, 0.75)
+    fastest = "cpu" if device == "cpu" else "gpu"
+    found = [Setting(fastest, {}, fastest)]
+    if dtype == torch.bfloat16:
+        found.append(Setting(f"{fastest}, split", {}, fastest, master="split"))
     if device == "cpu":
-        found = [Setting("cpu", {}, "cpu")]
         found += [Setting(f"cpu+nvme {share:.0%}", {"cpu": share}, "nvme") for share in shares]
     else:
-        found = [Setting("gpu", {}, "gpu")]
         found += [Setting(f"gpu+cpu {share:.0%}", {"gpu": share}, "cpu") for share in shares]
         found.append(Setting("gpu+cpu+nvme 0%", {"gpu": 0.0, "cpu": 0.0}, "nvme"))
     if cpu is not None:
@@ -77,7 +83,7 @@ def measure(
     with contextlib.ExitStack() as closing:
         contenders = {TORCH: Contender(work, model, batch, partial(torch_fused, lr=RATE))}
         bounds: dict[str, Bound] = {}
-        settings = settings_for(work.device.type, cpu)
+        settings = settings_for(work.device.type, cpu, work.dtype)
         for setting in settings:
             policy, bounds[setting.name] = _policy(model, setting, chunk, folders)
             made = partial(TieredAdamW, lr=RATE, policy=policy)
@@ -88,6 +94,7 @@ def measure(
             contender.turn(2)  # makes the state, and lets retention settle
         raw = closing.enter_context(RawDevice(folders, volume))
         turns, samples = _rounds(contenders, raw, rounds)
+        alike = [setting.name for setting in settings if not setting.kept][-1]
         alone = next(setting.name for setting in settings if setting.last == "nvme")
         trace = _traced(contenders[alone])
         for name, contender in contenders.items():
@@ -97,7 +104,7 @@ def measure(
             del contenders[TORCH]
         verified, reference = verify_equal(contenders), next(iter(contenders))
         used = policy
-    figures = Figures(work, turns, samples, bounds, ideal=settings[0].name)
+    figures = Figures(work, turns, samples, bounds, ideal=settings[0].name, alike=alike)
     report = Report(
         benchmark="step_time",
         question="what does a step cost where the state does not fit, beside torch's, the raw device and the bound?",
@@ -168,7 +175,7 @@ def _policy(model: Any, setting: Setting, chunk: int, folders: Sequence[Path]) -
         asked["nvme"] = {"paths": [str(folder) for folder in folders]}
     if "gpu" in names and next(model.parameters()).device.type == "cpu":
         asked["gpu"] = {"device": "cpu"}
-    policy = {"chunk_size": chunk, "tiers": asked}
+    policy = {"chunk_size": chunk, "tiers": asked, "state": {"master": setting.master}}
     if not setting.kept:
         return policy, _bound(model, policy, {})
     tight = {name: tier if name == setting.last else {**tier, "capacity": chunk * 4} for name, tier in asked.items()}
