@@ -322,7 +322,7 @@ _open_files: weakref.WeakSet[SwapFile] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """Drop a forked child's copies, which would keep the disk full after the parent has closed the files."""
-    for file in list(_open_files):
+    for file in _files():
         with contextlib.suppress(OSError):
             os.close(file.fd)
         file.fd, file.size_bytes = -1, 0

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.fakes import ActivationDevice, CurveProbe
-from tests.optimizer.cases import KIB, MIB, assert_same_parameters, seeded, set_gradients
+from tests.optimizer.cases import KIB, MIB, assert_same_parameters, seeded, train
 from tierstore import TieredAdamW
 from tierstore.build import Parts
 from tierstore.errors import CapacityError, DiskFullError, PolicyError, StoreClosedError
@@ -461,19 +461,14 @@ def test_sizes_that_were_asked_for_outlast_another_binding(tmp_path: Path, steps
     optimizer = TieredAdamW(mine[:1], lr=1e-2, policy=settings)
     reference = torch.optim.AdamW(theirs[:1], lr=1e-2, fused=True)
 
-    def step(number: int) -> None:
-        set_gradients(mine, number)
-        set_gradients(theirs, number)
-        optimizer.step()
-        reference.step()
-
-    for number in range(steps):
-        step(number)
+    train(optimizer, mine, range(steps))
+    train(reference, theirs, range(steps))
     optimizer.store.resize("cpu", 20 * CHUNK)
     asked = optimizer.store.request_resize("gpu", 8 * CHUNK)
-    for each, parameters in ((optimizer, mine), (reference, theirs)):
-        each.add_param_group({"params": parameters[1:]})
-    step(steps)
+    optimizer.add_param_group({"params": mine[1:]})
+    train(optimizer, mine, [steps])
+    reference.add_param_group({"params": theirs[1:]})
+    train(reference, theirs, [steps])
     sizes = {name: tier.capacity_bytes // CHUNK for name, tier in optimizer.store.stats().tiers.items()}
     assert asked.result() == 8 * CHUNK and sizes == {"gpu": 8, "cpu": 20, "nvme": 100}
     assert_same_parameters(mine, theirs)
@@ -490,21 +485,17 @@ def test_whether_a_new_group_fits_is_found_with_the_sizes_that_were_asked_for(tm
     optimizer = TieredAdamW(mine[:1], lr=1e-2, policy={"chunk_size": CHUNK, "adapt": False, "tiers": tiers})
     reference = torch.optim.AdamW(theirs[:1], lr=1e-2, fused=True)
 
-    def step(number: int) -> None:
-        set_gradients(mine, number)
-        set_gradients(theirs, number)
-        optimizer.step()
-        reference.step()
-
-    step(0)
+    train(optimizer, mine, [0])
     getattr(optimizer.store, by)("nvme", 16 * CHUNK)
     with pytest.raises(CapacityError, match="need a home"):
         optimizer.add_param_group({"params": mine[1:]})
     assert len(optimizer.param_groups) == 1 and optimizer.state_dict()["state"].keys() == {0}
-    step(1)
+    train(optimizer, mine, [1])
     getattr(optimizer.store, by)("nvme", 50 * CHUNK)
-    for each, parameters in ((optimizer, mine), (reference, theirs)):
-        each.add_param_group({"params": parameters[1:]})
-    step(2)
+    optimizer.add_param_group({"params": mine[1:]})
+    train(optimizer, mine, [2])
+    train(reference, theirs, [0, 1])
+    reference.add_param_group({"params": theirs[1:]})
+    train(reference, theirs, [2])
     assert_same_parameters(mine, theirs)
     optimizer.close()
