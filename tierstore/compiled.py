@@ -98,17 +98,31 @@ class SinglePass:
             yield pieces.take(start, len(lengths))
 
 
-@cache
+def why_not_used() -> str:
+    """Why updates take one operation after the other on this machine; empty where the pass is used. May compile it."""
+    return _found()[1]
+
+
 def _onepass() -> Any:
     """The compiled loops, or None."""
+    return _found()[0]
+
+
+@cache
+def _found() -> tuple[Any, str]:
+    """The compiled loops, or None and why. What is optional must not fail a step, whatever is wrong with it."""
     try:
         import tierstore.onepass as onepass
-    except ImportError:
-        return None
-    if _has_torchs_bits(onepass):
-        return onepass
-    _log.info("numba's code has other bits than torch %s's kernel here, and is not used", torch.__version__)
-    return None
+
+        if _has_torchs_bits(onepass):
+            return onepass, ""
+        problem = f"numba's code has other bits than torch {torch.__version__}'s kernel here"
+    except ModuleNotFoundError as error:
+        problem = f"{error.name} is not installed"
+    except Exception as error:  # numba refuses a numpy, has nowhere to keep what it compiles, compiles nothing
+        problem = f"numba does not work here: {type(error).__name__}: {error}"
+        _log.warning("%s: bfloat16 parameters are updated without it", problem)
+    return None, problem
 
 
 def _run(onepass: Any, pieces: Pieces, numbers: AdamWNumbers, check_parameters: bool) -> None:

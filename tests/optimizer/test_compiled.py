@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,16 @@ from tierstore.rules import Pieces
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="the extra `numba` is not installed")
 
+ONE_STEP = """
+import torch
+from tierstore import TieredAdamW
+from tierstore.compiled import why_not_used
+
+parameter = torch.nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))
+parameter.grad = torch.ones_like(parameter)
+TieredAdamW([parameter], policy={"tiers": {"cpu": {}}}).step()
+print(why_not_used())
+"""
 SHAPES = [(300, 1000), (77, 1033), (16385,), (100,), ()]  # long ones with and without a rest, and short ones
 Make = Callable[..., Any]
 
@@ -109,3 +122,14 @@ def test_code_with_other_bits_is_not_used() -> None:
             return False
 
     assert not compiled._has_torchs_bits(Other)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("variables", "problem"), [({}, ""), ({"NUMBA_DISABLE_JIT": "1"}, "numba does not work here: NotImplementedError")]
+)
+def test_a_numba_that_cannot_be_used_costs_time_and_no_step(variables: dict[str, str], problem: str) -> None:
+    command, environment = [sys.executable, "-c", ONE_STEP], {**os.environ, **variables}
+    result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(problem or "\n")

@@ -23,6 +23,7 @@ from tierstore.doctor.machine import (
     machine_findings,
     memlock_finding,
     memory_finding,
+    numba_finding,
     slurm_finding,
     stall_finding,
     waiting_finding,
@@ -78,7 +79,7 @@ def test_sound_machine_is_well_in_every_part(tmp_path: Path, capsys: pytest.Capt
     assert answer["ok"] is True
     names = {finding["name"] for finding in answer["findings"]}
     assert names >= {"torch", "accelerator", "memory", "huge pages", "memlock", "cores", "OMP_WAIT_POLICY", "engine"}
-    assert names >= {"calibration", str(tmp_path)}
+    assert names >= {"numba", "calibration", str(tmp_path)}
     assert len(levels(answer, tmp_path)) == 4 and "fail" not in levels(answer, tmp_path)
     assert all(finding["advice"] for finding in answer["findings"] if finding["level"] != "ok")
     assert answer["calibration"]["paths"] == {} and os.listdir(tmp_path) == os.listdir(home) == []
@@ -345,6 +346,8 @@ def path_rates(rate: float) -> PathRates:
         (cores_finding(8, 16, 8), Level.OK),
         (cores_finding(2, 16, 16), Level.WARN),
         (cores_finding(1, 1, 1), Level.WARN),
+        (numba_finding(""), Level.OK),
+        (numba_finding("numba is not installed"), Level.OK),
         (waiting_finding({}), Level.WARN),
         (waiting_finding({"OMP_WAIT_POLICY": "active"}), Level.WARN),
         (waiting_finding({"OMP_WAIT_POLICY": "passive"}), Level.OK),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tierstore.compiled import why_not_used
 from tierstore.cores import available
 from tierstore.demo.words import size
 from tierstore.device import open_device, present_accelerator
@@ -52,6 +53,7 @@ def machine_findings(policy: TierPolicy, root: Path = _ROOT) -> Iterator[Finding
     yield huge_pages_finding(huge_pages(root))
     yield memlock_finding(_memlock(), is_pinned=present_accelerator() is not None, memory=memory)
     yield cores_finding(available(), os.cpu_count() or 1, torch.get_num_threads())
+    yield numba_finding(why_not_used())
     if policy.tiers.nvme is not None:
         yield waiting_finding(os.environ)
         yield from _engines(policy.tiers.nvme.io.engine, root)
@@ -178,6 +180,13 @@ def cores_finding(usable: int, present: int, threads: int) -> Finding:
     if usable == 1:
         return warn("cores", text, "the update and the threads that read and write take turns on one core")
     return ok("cores", text)
+
+
+def numba_finding(problem: str) -> Finding:
+    """Say whether bfloat16 parameters are updated in one pass; `problem`: why not."""
+    if not problem:
+        return ok("numba", "bfloat16 parameters on the CPU are updated in one pass over memory")
+    return ok("numba", f"{problem}: bfloat16 parameters on the CPU take 1.7 times as long without the extra `numba`")
 
 
 def waiting_finding(environment: Mapping[str, str]) -> Finding:
