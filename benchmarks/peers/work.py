@@ -45,6 +45,11 @@ class Work:
         return self.numel * STATE_BYTES[self.dtype]
 
     @property
+    def given_bytes(self) -> int:
+        """Of host memory that one copy of all parameters and gradients takes."""
+        return 2 * self.numel * getattr(torch, self.dtype).itemsize if self.device == "cpu" else 0
+
+    @property
     def has_master(self) -> bool:
         """Whether a parameter is a rounded copy of a float32 master."""
         return self.dtype != "float32"

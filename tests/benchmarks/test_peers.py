@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,23 @@ class TestReport:
         assert absent == {"name": "torchao", "trouble": "absent: no CUDA"}
         assert report.checks[0].seen == "3.00" and report.checks[0].holds is None
         assert Report.from_dict(report.to_dict()) == report
+
+    def test_memory_is_that_of_the_smallest_alike_that_takes_no_less(self, tmp_path: Path) -> None:
+        work, kind = Work(1, 64), {"device": "nvme"}
+        rows = {"ours": 600, "small": 500, "middle": 700, "large": 900, "of another kind": 650}
+        contenders = {n: Contender(n, "deepspeed", 0, kind if n != "of another kind" else {}, "small") for n in rows}
+        made = Figures(
+            work=work,
+            folder=tmp_path,
+            steps=1,
+            peers={n: (replace(c, system="tierstore") if n == "ours" else c, {}, "") for n, c in contenders.items()},
+            rounds={n: [{"peak_bytes": peak + work.given_bytes}] for n, peak in rows.items()},
+            raw=[],
+            ends={n: {} for n in rows},
+        )
+        assert made.least_that_takes_no_less("ours") == "middle"
+        made.rounds["ours"][0]["peak_bytes"] = 901 + work.given_bytes
+        assert made.least_that_takes_no_less("ours") is None
 
     def test_other_bits_than_promised_are_no_result(self, tmp_path: Path) -> None:
         begun, taken, end = through(Work(1, 32), "mapped", tmp_path)
