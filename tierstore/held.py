@@ -11,8 +11,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -179,10 +179,30 @@ class Held:
             return bool(self.pending)
         return bool(self.aside) or (self.binding is not None and bool(self.binding.steps))
 
+    @contextmanager
+    def without_state(self) -> Iterator[None]:
+        """Have none, as far as anybody sees who is inside, and make no binding to say so."""
+        kept, self.pending, self.refusal = (self.pending, self.refusal), {}, None
+        try:
+            yield
+        finally:
+            self.pending, self.refusal = kept
+
     def refuse_if_closed(self) -> None:
         """Raise StoreClosedError after `close`."""
         if self._is_closed:
             raise StoreClosedError("this optimizer is closed and its state is gone; save state_dict() before close()")
+
+    def refuse_if_lost(self) -> None:
+        """Raise FailedStepError where a load has taken all state away and brought none: that is not to have none."""
+        if self.refusal is not None:
+            raise FailedStepError(self.refusal)
+        binding = self.binding if self.pending is None else None
+        if binding is not None and binding.half_loaded and not binding.steps:
+            raise FailedStepError(
+                f"a load broke off half-way, and there is no state of {binding.names_of(sorted(binding.half_loaded))}: "
+                f"load a checkpoint or a state dict"
+            )
 
     def raise_save_error(self) -> None:
         """Raise what went wrong with the last checkpoint since it was begun, once."""

@@ -241,7 +241,8 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
         return self._held.knows(self.param_groups, parameter)
 
     def has_state(self) -> bool:
-        """Whether there may be any state; False spares making a binding to find none."""
+        """Whether there may be any state; False spares a binding. Raises FailedStepError where a load has lost it."""
+        self._held.refuse_if_lost()
         return self._held.has_state()
 
     @property
@@ -361,11 +362,8 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
         policy, values = state.pop("tierstore_policy", None), state.pop("state", None)
         if "_held" not in self.__dict__:
             self._begin(policy if policy is not None else TierPolicy.load())
-        pending, self._held.pending = self._held.pending, {}  # torch looks for old step counts, which `_load` reads too
-        try:
+        with self._held.without_state():  # torch looks for old step counts, which `_load` reads too
             super().__setstate__(state)
-        finally:
-            self._held.pending = pending
         _settle_arithmetic(*self.param_groups)
         if values is not None:
             self.state = values

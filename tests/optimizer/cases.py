@@ -8,6 +8,8 @@ that may be chosen about where its state lies, which must not change a bit.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tierstore.errors import CapacityError, EngineUnavailableError
+from tierstore.errors import CapacityError, EngineUnavailableError, FailedStepError
 from tierstore.io import open_engine
 from tierstore.optimizer import TieredAdamW
 from tierstore.tiered import TieredOptimizer
@@ -152,6 +155,24 @@ def assert_same_parameters(found: Sequence[Tensor], wanted: Sequence[Tensor], wh
                 f"{when}: parameter {position} {tuple(one.shape)} {one.dtype} {one.stride()} differs in "
                 f"{len(different)} elements, first {different[:5].tolist()}"
             )
+
+
+def assert_state_is_lost(optimizer: TieredOptimizer, story: str) -> None:
+    """Whoever wants to see state, or to save it, hears why there is none, and not that there is none."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    looks: list[Callable[[], object]] = [
+        optimizer.state_dict,
+        lambda: optimizer.state_dict(partial=True),
+        lambda: pickle.dumps(optimizer),
+        lambda: copy.deepcopy(optimizer),
+        lambda: dict(optimizer.state),
+        lambda: len(optimizer.state),
+        lambda: parameter in optimizer.state,
+        lambda: dict(optimizer.state[parameter]),
+    ]
+    for look in looks:
+        with pytest.raises(FailedStepError, match=story):
+            look()
 
 
 def assert_same_state(optimizer: TieredOptimizer, reference: Reference, when: object = "") -> None:

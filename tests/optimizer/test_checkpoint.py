@@ -18,6 +18,7 @@ from tests.optimizer.beside import assert_same_saved, assert_same_values, cloned
 from tests.optimizer.cases import (
     KIB,
     assert_same_parameters,
+    assert_state_is_lost,
     same_bits,
     seeded,
     small_policy,
@@ -434,6 +435,7 @@ class TestFaults:
             another.step()
         with pytest.raises(FailedStepError, match="not saved over a checkpoint"):
             another.save_checkpoint(tmp_path / "good")
+        assert_state_is_lost(another, "broke off half-way, and there is no state of .* load a checkpoint")
         another.store.check()
         another.load_checkpoint(tmp_path / "good")
         assert_same_saved(another.state_dict(), optimizer.state_dict())

@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from tests.fakes import PATIENCE_SECONDS, FaultyEngine, HangingEngine
-from tests.optimizer.cases import KIB, assert_same_parameters, same_bits, seeded, set_gradients, small_policy
+from tests.optimizer.cases import (
+    KIB,
+    assert_same_parameters,
+    assert_state_is_lost,
+    same_bits,
+    seeded,
+    set_gradients,
+    small_policy,
+)
 from tests.optimizer.test_faults import Run, assert_telling
 from tierstore.errors import (
     CapacityError,
@@ -204,6 +212,32 @@ def test_a_load_for_which_a_hang_has_left_no_room_is_made_again_before_any_step(
         run.optimizer.save_checkpoint(tmp_path / "saved")
     assert all(map(torch.equal, run.parameters, saved))
     run.optimizer.load_checkpoint(tmp_path / "saved")
+    run.step()
+    run.assert_right()
+
+
+@pytest.mark.parametrize("way_out", ["load_checkpoint", "load_state_dict"])
+def test_state_that_a_load_without_room_has_lost_is_not_passed_off_as_none(
+    run: HangingRun, tmp_path: Path, way_out: str
+) -> None:
+    """Who caught the error and saved the state dict replaced a good file by an empty one."""
+    run.optimizer.save_checkpoint(tmp_path / "saved")
+    saved = run.save()
+    run.engine.hold(times=1, kind=Kind.READ)
+    with pytest.raises(TransferTimeoutError):
+        run.step_to_the_end()
+    with pytest.raises(CapacityError):
+        run.optimizer.load_checkpoint(tmp_path / "saved")
+    assert_state_is_lost(run.optimizer, r"loading .*saved broke off .* load a checkpoint or a state dict")
+    run.come_back()
+    if way_out == "load_checkpoint":
+        with torch.no_grad():
+            for parameter, value in zip(run.parameters, saved[0], strict=True):
+                parameter.copy_(value)
+        run.optimizer.load_checkpoint(tmp_path / "saved")
+    else:
+        run.resume(saved)
+    run.assert_right()
     run.step()
     run.assert_right()
 
