@@ -209,9 +209,9 @@ class Striping:
         is_lost = isinstance(error, TransferTimeoutError)
         is_to_nobody = path in self._tier.shunned and arena.is_condemned(extent)
         if is_write and (isinstance(error, TransferNotBegunError) or (is_to_nobody and not is_lost)):
-            arena.release(extent)
+            self._tier.release(extent)
         elif is_write:
-            arena.quarantine(extent)
+            self._tier.quarantine(extent)
             if not arena.is_condemned(extent) and not is_lost:  # else it may be written to yet
                 self._failed.setdefault(path, []).append(extent)
         self._failures[path, is_write] += 1
@@ -222,7 +222,7 @@ class Striping:
 
     def give_up(self, extent: Extent) -> None:
         """Never again use an owned extent whose bytes could not be read."""
-        self._tier.arena.quarantine(extent)
+        self._tier.quarantine(extent)
 
     def make_up(self) -> str:
         """Reserve as many extents as were lost, as far as there is disk for them; say in words what was done."""

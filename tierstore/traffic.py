@@ -342,7 +342,7 @@ class Traffic:
             return
         self._let_fall(flight, keep=is_lost)
         if is_lost:
-            self.tiers[flight.destination.tier].arena.quarantine(flight.destination.extent)
+            self.tiers[flight.destination.tier].quarantine(flight.destination.extent)
         if isinstance(error, TransferCancelledError):
             return
         if source.tier in self.striping and isinstance(error, TransferError):
@@ -392,7 +392,7 @@ class Traffic:
         if any(count > 1 for count in holders.values()):
             raise InvariantError(f"an extent has two owners: {holders.most_common(1)[0]}")
         for name, tier in self.tiers.items():
-            tier.arena.check()
+            tier.check()
             owned = [place for place in holders if place.tier == name]
             if len(owned) != tier.arena.owned or not all(tier.arena.is_owned(place.extent) for place in owned):
                 raise InvariantError(f"tier {name} counts {tier.arena.owned} owned extents, the ledger {len(owned)}")

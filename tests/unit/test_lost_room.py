@@ -30,7 +30,7 @@ class TwoFolders:
         self.folders = [str(folder / "one"), str(folder / "two")]
         for each in self.folders:
             Path(each).mkdir()
-        nvme = {"capacity": ALL * CHUNK, "paths": self.folders, "io": {"direct": False}}
+        nvme = {"capacity": ALL * CHUNK, "paths": self.folders, "io": {"direct": False, "checksum": True}}
         tiers = {"cpu": {"capacity": ALL // 2 * CHUNK}, "nvme": nvme}
         policy = {"chunk_size": CHUNK, "tiers": tiers, "placement": [{"params": "*", "tier": "nvme"}]}
         self.store = TieredStore(policy, parts=Parts(open_engine=lambda *_, **__: engine))
@@ -117,6 +117,21 @@ def test_a_disk_lost_again_after_the_tier_was_made_smaller_is_made_up_for(two: T
     assert two.extents == ALL
     two.lose_second()
     assert two.extents == ALL
+
+
+def test_no_checksum_is_kept_of_what_could_not_be_written_or_read(two: TwoFolders) -> None:
+    """One stayed until the next write there, and for good where the file was cut off before."""
+    two.fill(ALL // 2)
+    two.engine.spoil(errno.EIO, times=2, kind=Kind.WRITE)
+    two.write_all()
+    two.store.check()
+    two.lose_second()
+    two.engine.break_path(two.folders[0], errno.EIO, kind=Kind.READ)
+    with pytest.raises(TransferError), two.store.lease("0"):
+        pass
+    two.store.delete("0")
+    two.store.check()
+    two.count = 0
 
 
 # -- disks that do not answer -----------------------------------------------------------------------------------------

@@ -76,6 +76,14 @@ class Tier(abc.ABC):
         """Give an extent back to the arena: nobody will touch it before it is taken again."""
         self.arena.release(extent)
 
+    def quarantine(self, extent: Extent) -> None:
+        """Use an owned extent no more, as it cannot be written or read, or something may still write to it."""
+        self.arena.quarantine(extent)
+
+    def check(self) -> None:
+        """Raise InvariantError unless the tier's books tell one consistent story."""
+        self.arena.check()
+
     def stats(self, chunks: int) -> TierStats:
         """Say how full the tier is, in bytes; the caller knows how many chunks are here or bound for here."""
         arena = self.arena

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierstore.arena import Arena, Extent
+from tierstore.errors import InvariantError
 from tierstore.io.requests import Sums
 from tierstore.swapfile import SwapFile
 from tierstore.tiers.base import Tier
@@ -41,9 +42,18 @@ class FileTier(Tier):
         return None if self._sums is None else self._sums.get(extent)
 
     def release(self, extent: Extent) -> None:
-        if self._sums is not None:
-            self._sums.pop(extent, None)
+        self._forget_sums(extent)
         super().release(extent)
+
+    def quarantine(self, extent: Extent) -> None:
+        self._forget_sums(extent)
+        super().quarantine(extent)
+
+    def check(self) -> None:
+        super().check()
+        nobodys = [extent for extent in list(self._sums or ()) if not self.arena.is_owned(extent)]
+        if nobodys:
+            raise InvariantError(f"tier {self.name} has checksums of {nobodys[0]}, which no chunk is in")
 
     def close(self) -> None:
         for file in self.files:
@@ -56,6 +66,10 @@ class FileTier(Tier):
         for first in range(0, extents, slab_extents):
             shares[shares.index(min(shares))] += min(slab_extents, extents - first)
         return shares
+
+    def _forget_sums(self, extent: Extent) -> None:
+        if self._sums is not None:
+            self._sums.pop(extent, None)
 
     def _reserve(self, nbytes: int, path: int) -> None:
         file = self.files[path]
