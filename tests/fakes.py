@@ -180,8 +180,8 @@ class FaultyEngine(ThreadsEngine):
             is_back = self._control.wait_for(lambda: self.late == self.timed_out, PATIENCE_SECONDS)
             assert is_back, f"{self.late} of {self.timed_out} are back"
 
-    def _come_late(self, operation: Operation) -> None:
-        super()._come_late(operation)
+    def _come_late(self, operation: Operation, failed: TransferError | None) -> None:
+        super()._come_late(operation, failed)
         with self._control:
             self._control.notify_all()
 

@@ -242,9 +242,16 @@ class Striping:
             self._take_into_use(path)
         return bool(shunned)
 
-    def hear_from(self, path: int) -> None:
-        """What was given up on a path has come back after all: it answers, and is used again as any other."""
+    def hear_from(self, path: int, failed: TransferError | None, *, was_write: bool) -> None:
+        """What was given up on a path has come back after all: it answers, and is used again as any other.
+
+        Not if what came back is that it has `failed`: that is one failure more. It shuns no path in the middle of a
+        run, whose plan reckons with it; the next one, which voids the plan, does.
+        """
         self._silent.discard(path)
+        if failed is not None:
+            self._failures[path, was_write] += 1
+            return
         if path in self._tier.shunned:
             self._take_into_use(path)
         for is_write in (False, True):

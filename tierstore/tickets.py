@@ -19,6 +19,7 @@ class Ticket:
         self.began_seconds = 0.0  # when it could begin, by `time.perf_counter`; 0 until then
         self.seconds = 0.0  # from then to the moment its bytes had landed
         self.is_let_go = False  # though it was given up, the system touches neither memory nor file of it any more
+        self.failed_late: TransferError | None = None  # what it came back with then
         self._error: TierstoreError | None = None
         self._is_done = False
         self._lock = threading.Lock()
@@ -72,8 +73,9 @@ class Ticket:
         """Start its clock."""
         self.began_seconds = time.perf_counter()
 
-    def let_go(self) -> None:
-        """Say that the system has come back from what was given up; on whatever thread that is."""
+    def let_go(self, failed: TransferError | None) -> None:
+        """Say that the system has come back from what was given up, and how; on whatever thread that is."""
+        self.failed_late = failed
         self.is_let_go = True
 
     def resolve(self, error: TierstoreError | None) -> None:

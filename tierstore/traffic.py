@@ -273,11 +273,11 @@ class Traffic:
         self._draining = still
 
     def _take_back(self) -> None:
-        """Let be used again what was given up and has come back since: extents, and paths, which have answered."""
-        for flight in [one for one in self._given_up if one.ticket is not None and one.ticket.is_let_go]:
+        """Let be used again what was given up and has come back since: extents, and paths that have done it at last."""
+        for flight, ticket in [(one, one.ticket) for one in self._given_up if one.ticket and one.ticket.is_let_go]:
             tier, path = self._given_up.pop(flight)
             self.tiers[flight.destination.tier].arena.pardon(flight.destination.extent)
-            self.striping[tier].hear_from(path)
+            self.striping[tier].hear_from(path, ticket.failed_late, was_write=flight.destination.tier == tier)
 
     def _conclude_next(self, chunk: int) -> None:
         began, is_write = time.perf_counter(), self._stands_behind_write(chunk)

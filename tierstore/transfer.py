@@ -226,9 +226,9 @@ class TransferEngine:
                 file.keep_open()
             ticket.resolve(error)
 
-        def late() -> None:
+        def late(failed: TransferError | None) -> None:
             file.may_be_closed()
-            ticket.let_go()
+            ticket.let_go(failed)
 
         sums = tier.begin_sums(extent) if kind is Kind.WRITE else tier.sums_of(extent)
         self._retries.submit(Operation(kind, file.fd, file.path, offset, memory, file.direct, done, sums, late))

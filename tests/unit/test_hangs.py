@@ -125,10 +125,12 @@ class Late:
 
     def __init__(self) -> None:
         self.count = 0
+        self.failed: TransferError | None = None
         self.called = threading.Event()
 
-    def __call__(self) -> None:
+    def __call__(self, failed: TransferError | None) -> None:
         self.count += 1
+        self.failed = failed
         self.called.set()
 
     def wait(self) -> None:
@@ -174,10 +176,22 @@ def test_request_that_hangs_is_given_up_once_and_may_come_back_late(hanging: Han
     assert (engine.give_up(), engine.seconds_left(), late.count) == (0, None, 0)
     hanging.release()
     late.wait()
-    assert (engine.timed_out, engine.late, late.count, len(outcome.calls)) == (1, 1, 1, 1)
+    assert (engine.timed_out, engine.late, late.count, late.failed, len(outcome.calls)) == (1, 1, 1, None, 1)
     again, _ = begin(engine, Kind.WRITE, file, memory(b"as before"), offset=5)
     assert again.wait() is None
     assert os.pread(file, 9, 5) == b"as before"
+
+
+def test_one_that_comes_back_with_an_error_says_which(hanging: Hanging, file: int) -> None:
+    engine = hanging.engine
+    hanging.begin()
+    outcome, late = begin(engine, Kind.READ, file, memory(bytes(10)), offset=1 << 20)
+    hanging.wait_until_held()
+    hanging.clock.now += TIMEOUT
+    assert engine.give_up() == 1 and isinstance(outcome.wait(), TransferTimeoutError)
+    hanging.release()
+    late.wait()
+    assert late.count == 1 and "unexpected end of file" in str(late.failed)
 
 
 def test_what_waits_behind_a_hang_is_not_begun_and_may_be_used_again(
@@ -297,6 +311,21 @@ def test_only_what_has_been_under_way_for_so_long_is_given_up(faulty: FaultyEngi
     assert first.is_done and not second.is_done
     faulty.release()
     assert second.wait() is None
+
+
+def test_an_error_before_the_hang_is_told_when_all_is_back(faulty: FaultyEngine, file: int) -> None:
+    faulty.hold()
+    outcome, late = begin(faulty, Kind.WRITE, file, memory(bytes(8192)))
+    faulty.wait_until_held(2)
+    faulty.fail(errno.EIO)
+    faulty.release_one()
+    begin(faulty, Kind.WRITE, file, memory(b"next"))
+    faulty.wait_until_held(2)  # so the one that failed is over
+    faulty.clock.now += TIMEOUT  # type: ignore[attr-defined]
+    assert faulty.give_up() == 2 and isinstance(outcome.wait(), TransferTimeoutError)
+    faulty.release()
+    late.wait()
+    assert late.failed is not None and late.failed.errno == errno.EIO
 
 
 def test_without_a_timeout_nothing_is_given_up(faulty: FaultyEngine, file: int) -> None:

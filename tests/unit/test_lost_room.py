@@ -166,6 +166,31 @@ def test_a_disk_that_answers_again_is_used_again_though_there_is_room_elsewhere(
     assert hanging.path(folder).used_bytes >= 3 * CHUNK
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_a_disk_that_answers_at_last_with_an_error_stays_out_of_use(hanging: TwoFolders, kind: Kind) -> None:
+    """It was used again, until it had failed once more."""
+    hanging.fill(ALL // 2)
+    if kind is Kind.WRITE:
+        folder = hang(hanging)
+    else:
+        hanging.write_all()
+        hanging.engine.hold(times=1, kind=Kind.READ)
+        for number in range(ALL // 2):
+            hanging.store.prefetch(f"{number}")
+        hanging.engine.wait_until_held()
+        (request,) = hanging.engine.held
+        folder = next(folder for folder in hanging.folders if request.operation.path.startswith(folder))
+    with contextlib.suppress(TransferError):
+        hanging.store.wait()
+    assert hanging.path(folder).is_shunned
+    hanging.engine.fail(errno.EIO)
+    come_back(hanging)
+    assert hanging.path(folder).is_shunned
+    assert {tier.quarantined_bytes for tier in hanging.store.stats().tiers.values()} == {0}
+    hanging.write_all()
+    assert hanging.path(folder).used_bytes == 0
+
+
 def test_an_extent_a_request_may_write_to_comes_back_with_it_and_what_was_made_up_for_it_stays(
     hanging: TwoFolders,
 ) -> None:

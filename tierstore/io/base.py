@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from tierstore.errors import AlignmentError, ForkedStoreError, StoreClosedError
+from tierstore.errors import AlignmentError, ForkedStoreError, StoreClosedError, TransferError
 from tierstore.io.checksum import checksum
 from tierstore.io.requests import (
     ALIGNMENT,
@@ -260,18 +260,19 @@ class Engine(abc.ABC):
         if ending is Ending.LAST:
             self._finish(request.progress)
         elif ending is Ending.LATE:
-            self._come_late(request.operation)
+            self._come_late(request.operation, request.progress.failed)
 
     def _lose(self, request: Request, error: BaseException) -> None:
         """End a request whose worker died, or found none."""
         self._fail(request, RuntimeError(f"its worker, or the last one of this path, died of {error!r}"))
         self._end(request)
 
-    def _come_late(self, operation: Operation) -> None:
+    def _come_late(self, operation: Operation, failed: TransferError | None) -> None:
         with self._state:
             self.late += 1
-        operation.late()
-        _log.warning("a %s of %s, given up long ago, has come back after all", describe(operation), operation.path)
+        operation.late(failed)
+        what = "has come back after all" if failed is None else f"has failed in the end: {failed}"
+        _log.warning("a %s of %s, given up long ago, %s", describe(operation), operation.path, what)
 
     def _finish(self, progress: Progress) -> None:
         try:

@@ -39,7 +39,7 @@ class Kind(enum.Enum):
     WRITE = "write"
 
 
-def _nothing() -> None:
+def _nothing(failed: TransferError | None) -> None:
     pass
 
 
@@ -49,7 +49,8 @@ class Operation(NamedTuple):
     The buffer is writable, contiguous and of format 'B'; it stays untouched by the caller until `done` was called.
     `direct` says that `fd` is open with O_DIRECT. `done` is called exactly once, from any thread, and should not block.
     If it hears of a TransferTimeoutError the system may go on reading from, or writing to, buffer and file, until
-    `late` is called; of any other error, or none, it does not. `sums` are filled by a write and checked by a read.
+    `late` is called, with what went wrong in the end; of any other error, or none, it does not. `sums` are filled by a
+    write and checked by a read.
     (A tuple, as two are made for each transfer, in a third of the time of a frozen dataclass.)
     """
 
@@ -61,7 +62,7 @@ class Operation(NamedTuple):
     direct: bool
     done: Callable[[TransferError | None], None]
     sums: Sums | None = None
-    late: Callable[[], None] = _nothing
+    late: Callable[[TransferError | None], None] = _nothing
 
 
 class Ending(enum.Enum):
@@ -79,6 +80,7 @@ class Progress:
     operation: Operation
     requests_left: int
     error: TransferError | None = None
+    failed: TransferError | None = None  # the same, but that time was up
     running: int = 0  # requests that the system has
     began_seconds: float = math.inf  # when the first of them began
     is_given_up: bool = False
@@ -87,6 +89,7 @@ class Progress:
     def fail(self, error: TransferError) -> None:
         """Keep the first error."""
         with self.lock:
+            self.failed = self.failed or error
             self.error = self.error or error
 
     def begin_request(self, request: Request, now: float) -> bool:
