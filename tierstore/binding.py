@@ -27,7 +27,18 @@ from tierstore.errors import TransferError
 from tierstore.kernels import self_test
 from tierstore.layout import Chunk, ChunkClass, Field, Span
 from tierstore.mapping import map_host_memory
-from tierstore.members import NONE, Member, Unchanged, WithState, local_of, needs_state, outline_of, survey
+from tierstore.members import (
+    NONE,
+    Member,
+    Needs,
+    Unchanged,
+    WithState,
+    local_of,
+    needs_state,
+    nothing_needs,
+    outline_of,
+    survey,
+)
 from tierstore.policy import TierPolicy
 from tierstore.records import (
     MASTER,
@@ -123,7 +134,9 @@ class Binding:
                     stacklevel=2,
                 )
 
-    def is_current(self, groups: Sequence[Mapping[str, Any]], with_state: WithState = NONE) -> bool:
+    def is_current(
+        self, groups: Sequence[Mapping[str, Any]], with_state: WithState = NONE, *, needs: Needs = needs_state
+    ) -> bool:
         """Whether the parameters in `groups` are still those bound, and all that need it have room for state."""
         held = {self.position.get(id(parameter)): names for parameter, names in with_state.items()}
         position, members = 0, self.members
@@ -132,7 +145,7 @@ class Binding:
             for parameter in group["params"]:
                 if position < len(members) and parameter is (member := members[position]).parameter:
                     written = held.get(position) if held else None
-                    if member.group != number or not self._is_as_bound(member, asked, tier, written):
+                    if member.group != number or not self._is_as_bound(member, asked, tier, written, needs):
                         return False
                     position += 1
                 elif self.position.get(id(parameter), position) >= position:  # not one that occurs again
@@ -142,23 +155,28 @@ class Binding:
     def is_current_at(
         self, position: int, groups: Sequence[Mapping[str, Any]], written: Collection[str] | None = None
     ) -> bool:
-        """Whether one parameter is still as it was bound. `written`: it must have room for these, even if frozen."""
+        """Whether one parameter is as it was bound, to be read, or `written`: then it must have room for these."""
         member = self.members[position]
         if member.group >= len(groups):
             return False
         group = groups[member.group]
-        return self._is_as_bound(member, self.rule.moments_of(group), group.get("tier"), written)
+        return self._is_as_bound(member, self.rule.moments_of(group), group.get("tier"), written, nothing_needs)
 
     def _is_as_bound(
-        self, member: Member, asked: Collection[str], tier: str | None, written: Collection[str] | None
+        self, member: Member, asked: Collection[str], tier: str | None, written: Collection[str] | None, needs: Needs
     ) -> bool:
         return (
             member.outline == outline_of(member.parameter)
             and member.tier == tier
             and (asked == member.moments or set(asked) <= set(member.moments))
-            and (member.is_covered or (written is None and not needs_state(member.parameter)))
+            and (member.is_covered or (written is None and not needs(member.parameter)))
             and (not written or all(name in member.moments for name in self.rule.moments if name in written))
         )
+
+    def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The parameters in `groups` that were frozen when room was made, and may be updated now; by position."""
+        found = (self.position.get(id(p)) for group in groups for p in group["params"] if needs_state(p))
+        return [position for position in found if position is not None and not self.members[position].is_covered]
 
     def _is_uncut(self, chunk: Chunk) -> bool:
         """Whether all parameters in a chunk are there as a whole."""

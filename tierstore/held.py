@@ -22,10 +22,17 @@ from tierstore.binding import Binding
 from tierstore.blueprint import draw
 from tierstore.build import Parts
 from tierstore.device import may_still_move_to_accelerator
-from tierstore.errors import BusyStoreError, FailedStepError, LeaseError, StoreClosedError, WrongThreadError
+from tierstore.errors import (
+    BusyStoreError,
+    CapacityError,
+    FailedStepError,
+    LeaseError,
+    StoreClosedError,
+    WrongThreadError,
+)
 from tierstore.guard import alone
 from tierstore.handed import Handed
-from tierstore.members import NONE, WithState, local_of, may_still_be_sharded, survey
+from tierstore.members import NONE, Needs, WithState, local_of, may_still_be_sharded, nothing_needs, survey
 from tierstore.monitor import monitor_of
 from tierstore.policy import TierPolicy
 from tierstore.rules import Rule
@@ -108,9 +115,20 @@ class Held:
         """
         if any(is_lazy(parameter) for group in groups for parameter in group["params"]):
             return  # of no shape yet
+        if not any(_may_still_change(parameter) for group in groups for parameter in group["params"]):
+            self._check_fits_now(groups, with_state)
+
+    def _check_fits_now(self, groups: Groups, with_state: WithState) -> None:
         members = survey(groups, self.rule, with_state)
-        if not any(_may_still_change(member.parameter) for member in members):
+        try:
             draw(members, groups, self._policy_now(), self.parts).check_fits(is_first=self.binding is None)
+        except CapacityError as error:
+            if self.binding is None or not (thawed := self.binding.thawed(groups)):
+                raise
+            raise CapacityError(
+                f"{error}; optimizer.store.resize() does it for this one. Or freeze {self.binding.names_of(thawed)} "
+                f"again, without gradients: no room was made for what was frozen. All other state can be read and saved"
+            ) from error
 
     def take(self, states: dict[Tensor, Mapping[str, Any]]) -> None:
         """Have these states, in place of all others, from the next binding on."""
@@ -131,15 +149,17 @@ class Held:
                 raise
             return binding.store
 
-    def bound_inside(self, groups: Groups, with_state: WithState = NONE) -> tuple[Binding, Handed]:
-        """As `bound`, for who is alone already."""
+    def bound_inside(
+        self, groups: Groups, with_state: WithState = NONE, *, needs: Needs = nothing_needs
+    ) -> tuple[Binding, Handed]:
+        """As `bound`, for who is alone already. `needs`: which of the parameters without state must have room."""
         self.refuse_if_closed()
         if self.refusal is not None:
             raise FailedStepError(self.refusal)
         self._let_leave(groups)
         returned = {p: state for p, state in self.aside.items() if self.knows(groups, p)}
         covered = {**with_state, **(self.pending or {}), **returned}
-        if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered):
+        if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered, needs=needs):
             self._unbind(groups, covered)
             covered = {**with_state, **(self.pending or {}), **returned}
             self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered)
@@ -287,7 +307,7 @@ class Held:
         left: dict[Tensor, dict[str, Any]] = {}
         if states is None and self.binding.steps:
             states, left = carried(self.binding, materialise(self.binding, self._handed), groups)
-        self.check_fits(groups, {**covered, **(states or {})})
+        self._check_fits_now(groups, {**covered, **(states or {})})
         self._put_aside(left)
         self.binding.close()
         self.binding, self._handed, self.pending = None, None, states

@@ -5,7 +5,7 @@ A `Member` describes one parameter as it was when it was looked at. It holds no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, product, repeat, zip_longest
 from operator import attrgetter, eq, is_, itemgetter
@@ -24,6 +24,9 @@ UPDATED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, t
 WithState = Mapping[Any, Collection[str]]
 """Parameters that must have room for state, frozen or not, and the names in their states (a state itself will do)."""
 NONE: WithState = MappingProxyType({})
+
+Needs = Callable[[Tensor], bool]
+"""Whether a parameter that was bound without room for state needs some now."""
 
 ORDINARY = (Tensor, torch.nn.Parameter)
 """Types of tensors that are all there is to them."""
@@ -136,6 +139,16 @@ def refuse_what_no_rule_updates(parameter: Tensor, gradient: Tensor) -> None:
 def needs_state(parameter: Tensor) -> bool:
     """Whether a step may update the parameter."""
     return (parameter.requires_grad or parameter.grad is not None) and parameter.dtype in UPDATED_DTYPES
+
+
+def needs_state_now(parameter: Tensor) -> bool:
+    """Whether the next step updates the parameter."""
+    return parameter.grad is not None and parameter.dtype in UPDATED_DTYPES
+
+
+def nothing_needs(parameter: Tensor) -> bool:
+    """As `needs_state`, for who only looks at the state there is."""
+    return False
 
 
 def refuse_shared_memory(members: Sequence[Member]) -> None:

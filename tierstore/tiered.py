@@ -31,7 +31,7 @@ from tierstore.errors import PolicyError, StateDictError
 from tierstore.failures import tell_failure
 from tierstore.handed import Handed
 from tierstore.held import Held
-from tierstore.members import NONE, WithState, refuse_what_no_rule_updates
+from tierstore.members import NONE, WithState, needs_state_now, refuse_what_no_rule_updates
 from tierstore.normed import NormedWork
 from tierstore.offloading import GradientsOf, Offloading
 from tierstore.policy import TIER_NAMES, TierPolicy
@@ -149,7 +149,7 @@ class TieredOptimizer(Checkpointed, Offloading, torch.optim.Optimizer):
             self._step(taking_part, again, early)
 
     def _step(self, taking_part: Mapping[int, Tensor], again: Counter[int], early: StepWork | None) -> None:
-        binding, handed = self._held.bound_inside(self.param_groups)
+        binding, handed = self._held.bound_inside(self.param_groups, needs=needs_state_now)
         if binding.policy.free_gradients and again:
             names = binding.names_of(binding.position[key] for key in again)
             raise PolicyError(

@@ -758,6 +758,72 @@ def test_frozen_parameters_take_no_room_until_they_are_unfrozen(tmp_path: Path) 
     assert optimizer.state[parameters[0]]["step"] == 4 and optimizer.state[parameters[1]]["step"] == 4
 
 
+def thawed_without_room(folder: Path, by: str) -> tuple[list[nn.Parameter], TieredAdamW]:
+    """Two parameters, of which the second was frozen for two steps; there is room for the state of one."""
+    parameters = seeded((20_000,), (20_000,))
+    parameters[1].requires_grad_(False)
+    policy = small_policy(folder)
+    policy["tiers"]["nvme"]["capacity"] = 15 * 16 * KIB
+    optimizer = TieredAdamW(parameters, lr=1e-2, policy=policy)
+    train(optimizer, parameters[:1], range(2))
+    parameters[1].requires_grad_(by == "requires_grad")
+    return parameters, optimizer
+
+
+def step_without_room(optimizer: TieredAdamW, parameters: list[nn.Parameter]) -> None:
+    for _ in range(2):
+        set_gradients(parameters, 2)
+        with pytest.raises(CapacityError, match=r"raise tiers.cpu.capacity .*resize\(\) .* freeze param\.1 again"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("by", ["requires_grad", "gradient"])
+def test_all_there_is_can_be_read_and_saved_though_a_parameter_was_thawed_without_room(by: str, tmp_path: Path) -> None:
+    """Every call was a CapacityError, also those that asked for nothing of it."""
+    parameters, optimizer = thawed_without_room(tmp_path, by)
+    wanted = optimizer.state_dict()["state"]
+    step_without_room(optimizer, parameters)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    for found in (optimizer.state_dict()["state"], copy.deepcopy(optimizer.__getstate__()["state"])):
+        (state,) = found.values()
+        assert all(same_bits(state[name], value) for name, value in wanted[0].items())
+    assert list(optimizer.state) == parameters[:1] and not optimizer.state[parameters[1]]
+    assert optimizer.store.stats().tiers["nvme"].chunks > 0
+    optimizer.close()
+    resumed = seeded((20_000,), (20_000,))
+    resumed[1].requires_grad_(False)
+    again = TieredAdamW(resumed, lr=1e-2, policy=small_policy(tmp_path))
+    again.load_checkpoint(tmp_path / "saved")
+    assert same_bits(again.state[resumed[0]]["exp_avg"], wanted[0]["exp_avg"])
+
+
+WAYS_OUT: dict[str, Callable[[TieredAdamW, list[nn.Parameter]], object]] = {
+    "no gradient": lambda optimizer, parameters: setattr(parameters[1], "grad", None),
+    "zero_grad": lambda optimizer, parameters: (optimizer.zero_grad(), set_gradients(parameters[:1], 2)),
+    "frozen again": lambda optimizer, parameters: setattr(parameters[1].requires_grad_(False), "grad", None),
+    "removed": lambda optimizer, parameters: optimizer.param_groups[0].update(params=parameters[:1]),
+    "resized": lambda optimizer, parameters: optimizer.store.resize("cpu", 8 * 16 * KIB),
+}
+
+
+@pytest.mark.parametrize("way_out", WAYS_OUT)
+@pytest.mark.parametrize("by", ["requires_grad", "gradient"])
+def test_training_goes_on_when_a_parameter_thawed_without_room_is_left_out_or_has_room(
+    by: str, way_out: str, tmp_path: Path
+) -> None:
+    parameters, optimizer = thawed_without_room(tmp_path, by)
+    theirs = seeded((20_000,), (20_000,))
+    reference = torch.optim.AdamW(theirs, lr=1e-2, fused=True)
+    train(reference, theirs[:1], range(2))
+    step_without_room(optimizer, parameters)
+    assert_same_parameters(parameters, theirs)
+    WAYS_OUT[way_out](optimizer, parameters)
+    optimizer.step()
+    train(reference, theirs if way_out == "resized" else theirs[:1], [2])
+    assert_same_parameters(parameters, theirs)
+    optimizer.close()
+
+
 @EVERY_TIERS
 @pytest.mark.parametrize("by", ["load", "item", "copy"])
 def test_state_of_a_parameter_frozen_in_the_middle_survives_a_checkpoint(by: str, tiers: str, tmp_path: Path) -> None:
