@@ -66,8 +66,10 @@ class Checkpointed:
 
         Where parameters are sharded over ranks (FSDP2, tensor parallel), or with a `process_group`, all ranks of it (of
         the default group) call this with one path, and write one checkpoint together, each its own parts; of what is
-        not sharded, rank 0's. With `wait=False` it is there once all ranks have waited, or begun the next save, or
-        closed the optimizer with no error on its way. An error on one rank is raised on all, as RanksError.
+        not sharded, rank 0's. Parameters that have other values or step counts elsewhere are a CheckpointValueError;
+        moments are not compared, nor a model's buffers. With `wait=False` it is there once all ranks have waited, or
+        begun the next save, or closed the optimizer with no error on its way. An error on one rank is raised on all, as
+        RanksError.
 
         Raises CheckpointError for what cannot be stored or written, FailedStepError after a step that broke off.
         """

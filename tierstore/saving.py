@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from tierstore.behind import WriteBehind
 from tierstore.binding import Binding
@@ -34,7 +34,7 @@ from tierstore.progress import Bar
 from tierstore.rules import Rule
 from tierstore.states import field_order
 from tierstore.weights import SECTION as WEIGHTS
-from tierstore.weights import Weights
+from tierstore.weights import Weights, local_part
 
 PART_BYTES = 8 << 20
 """Of a model's tensors, copied at once."""
@@ -146,6 +146,7 @@ class Content:
     model: Mapping[int, Entry]
     weights: Weights | None
     binding: Binding | None
+    parameters: Sequence[Tensor]
 
     @classmethod
     def of(cls, groups: Groups, rule: Rule, binding: Binding | None, model: nn.Module | None, extra: object) -> Content:
@@ -164,7 +165,16 @@ class Content:
             model=None if weights is None else {"keys": weights.keys, "others": encode_others(weights.others)},
         )
         of_model = dict(enumerate(weights.entries)) if weights is not None else {}
-        return cls(header, extra, dict(enumerate(_entries(members, names, binding))), of_model, weights, binding)
+        entries = dict(enumerate(_entries(members, names, binding)))
+        return cls(header, extra, entries, of_model, weights, binding, [member.parameter for member in members])
+
+    @property
+    def learned(self) -> dict[tuple[str, int], Tensor]:
+        """The parameters themselves, or this rank's parts of them, by section and number."""
+        of_model = (
+            {} if self.weights is None else {(WEIGHTS, at): self.weights.tensors[at] for at in self.weights.learned}
+        )
+        return {(SECTION, at): local_part(parameter) for at, parameter in enumerate(self.parameters)} | of_model
 
     @property
     def wanted(self) -> Wanted:

@@ -26,9 +26,16 @@ from tierstore.checkpoint.entries import Entry
 from tierstore.checkpoint.wholes import folder_of
 from tierstore.checkpoint.writer import Writer
 from tierstore.errors import CheckpointError, CheckpointFileError, CheckpointValueError
+from tierstore.matching import listed
 from tierstore.ranks import Ranks
 from tierstore.saving import Compression, Content, OpenWriter, Path_, Save, begin, check_keep_last
 from tierstore.weights import SECTION as WEIGHTS
+from tierstore.weights import checksum_of, identity
+
+Item = tuple[str, int, Entry]
+"""A section, a number in it, and the entry there."""
+Boxes = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""By rank and entry: which part it is of a tensor, as a number; 0 for none."""
 
 _log = logging.getLogger("tierstore.saving")
 
@@ -163,7 +170,9 @@ def _share(ranks: Ranks, path: str, content: Content) -> Content:
     told = ranks.exchange((hashlib.sha256("\n".join(forms).encode()).digest(), boxes.tobytes()))
     if len({digest for digest, _ in told}) > 1:
         raise CheckpointValueError(_difference(ranks.exchange(forms)))
-    lowest = (np.stack([np.frombuffer(its, np.int64) for _, its in told]) == boxes).argmax(0)
+    boxes_of = np.stack([np.frombuffer(its, np.int64) for _, its in told])
+    _refuse_what_differs(ranks, content, entries, boxes_of)
+    lowest = (boxes_of == boxes).argmax(0)
     mine = [entry for entry, box, rank in zip(entries, boxes, lowest, strict=True) if box and rank == ranks.rank]
     of_section = {name: {n: entry for section, n, entry in mine if section == name} for name in (SECTION, WEIGHTS)}
     return replace(content, params=of_section[SECTION], model=of_section[WEIGHTS])
@@ -176,6 +185,37 @@ def _box(entry: Entry) -> int:
         return 0
     digest = hashlib.sha256(repr((part.offsets, part.shape)).encode()).digest()
     return int.from_bytes(digest[:7]) + 1
+
+
+def _refuse_what_differs(ranks: Ranks, content: Content, entries: Sequence[Item], boxes_of: Boxes) -> None:
+    """Compare the parameters that several ranks have, of which one alone will write each.
+
+    Their values in memory, not their state: where state differs, they do after the next step. Raises
+    CheckpointValueError on all ranks.
+    """
+    boxes, learned = boxes_of[ranks.rank], content.learned
+    has_twin = ((boxes_of == boxes) & (boxes != 0)).sum(0) > 1
+
+    def add_up() -> bytes:
+        sums, known = np.zeros(len(entries), np.uint64), dict[tuple[Any, ...], int]()
+        for at in has_twin.nonzero()[0]:
+            tensor = learned.get(entries[at][:2])
+            if tensor is not None:
+                key = identity(tensor)
+                known[key] = sums[at] = known.get(key) or checksum_of(tensor)
+        return sums.tobytes()
+
+    sums_of = np.stack([np.frombuffer(its, np.uint64) for its in ranks.exchange(ranks.each(add_up))])
+    lowest_of = np.stack([(boxes_of == its).argmax(0) for its in boxes_of])
+    differs = sums_of != np.take_along_axis(sums_of, lowest_of, 0)
+    if differs.any():
+        names = list(dict.fromkeys(entries[at][2].name for at in differs.any(0).nonzero()[0]))
+        others = listed([str(rank) for rank in differs.any(1).nonzero()[0]])
+        raise CheckpointValueError(
+            f"parameters that several ranks have, of which the lowest one's are saved, have other values on rank "
+            f"{others}: {listed(names)}. Save with the process_group of those that have the same, to a path of their "
+            f"own, or make them equal first (torch.distributed.broadcast)"
+        )
 
 
 def _difference(by_rank: Sequence[Sequence[str]]) -> str:

@@ -19,6 +19,8 @@ from tierstore.behind import Sink, WriteBehind
 from tierstore.checkpoint.entries import VALUES, Entry, Whole
 from tierstore.contents import Header, decode_others, is_sharded, whole_of
 from tierstore.errors import CheckpointValueError, StateDictError
+from tierstore.forms import take_apart
+from tierstore.io.checksum import checksum_of_parts
 from tierstore.layout import in_storage_order_of, storage_order, stored_strides
 from tierstore.matching import listed
 from tierstore.sources import Source, Window
@@ -26,7 +28,7 @@ from tierstore.sources import Source, Window
 SECTION = "model"
 
 PART_ELEMENTS = 4 << 20
-"""Asked for at once."""
+"""Asked for, or added up, at once."""
 MOST_PARTS = 8
 """Asked for before the first one is there."""
 
@@ -44,12 +46,14 @@ class Weights:
     entries: list[Entry]
     keys: dict[str, int]
     others: dict[str, Json]
+    learned: set[int]  # those that are parameters: buffers may differ between ranks that are replicas of each other
 
     @classmethod
     def of(cls, model: nn.Module) -> Weights:
         """Look at a model; copies nothing. Raises CheckpointValueError for what cannot be stored."""
-        found = cls([], [], {}, {})
-        objects = {key: id(t) for key, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        found = cls([], [], {}, {}, set())
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        objects = {key: id(tensor) for key, tensor in (*parameters.items(), *model.named_buffers())}
         numbers: dict[tuple[Any, ...], int] = {}
         for key, value in model.state_dict().items():
             if not isinstance(value, Tensor):
@@ -57,12 +61,14 @@ class Weights:
                 continue
             _refuse_what_has_no_values(key, value, CheckpointValueError)
             tensor = local_part(value).detach().resolve_conj().resolve_neg()
-            alike = ("of", objects.get(key, key)) if is_sharded(value) else _identity(tensor)  # the same for all ranks
+            alike = ("of", objects.get(key, key)) if is_sharded(value) else identity(tensor)  # the same for all ranks
             if alike not in numbers:
                 numbers[alike] = len(found.tensors)
                 found.tensors.append(tensor)
                 found.entries.append(entry_of(key, tensor, whole_of(value)))
             found.keys[key] = numbers[alike]
+            if key in parameters:
+                found.learned.add(numbers[alike])
         return found
 
     def put(self, numbers: Iterable[int], behind: WriteBehind, buffer_bytes: int) -> None:
@@ -88,6 +94,23 @@ def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: all of it, if it is not sharded. Shares its memory."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.wait() if hasattr(local, "wait") else local  # a collective may still be under way
+
+
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for views of the same elements of the same memory."""
+    if not tensor.numel():
+        return (object(),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """A checksum (xxh3, 64 bits) of a tensor's bytes in storage order; 0 for one that has no plain bytes."""
+    try:
+        raw = take_apart(tensor)[1]
+    except TypeError:
+        return 0
+    parts = (raw[start : start + PART_ELEMENTS] for start in range(0, len(raw), PART_ELEMENTS))
+    return checksum_of_parts(part.cpu().numpy().data for part in parts)
 
 
 class Restoration:
@@ -126,7 +149,7 @@ class Restoration:
             if _memory(local_part(target)) not in own:  # made by a hook: only its module knows where the values belong
                 device = target.device if is_sharded(target) else "cpu"
                 target = rest[key] = torch.empty_like(target, device=device)
-            if (alike := (number, *_identity(local_part(target)))) not in loaded:
+            if (alike := (number, *identity(local_part(target)))) not in loaded:
                 loaded.add(alike)
                 self._load(number, local_part(target), whole_of(target), tell)
         self._wait(0, tell)
@@ -200,10 +223,3 @@ def _refuse_what_has_no_values(key: str, value: Tensor, error: type[Exception]) 
     if value.is_meta or value.layout is not torch.strided or value.is_quantized:
         what = "on the meta device and has no values" if value.is_meta else "sparse or quantized"
         raise error(f"model.{key} is {what}: it can be neither saved nor loaded")
-
-
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for views of the same elements of the same memory."""
-    if not tensor.numel():
-        return (object(),)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -24,7 +24,14 @@ from tests.integration.shared import Make, step, tiered, wholes
 from tests.integration.tiny import OPTIONS, TinyModel, assert_same_bits, assert_same_models, policy, train
 from tierstore import TieredAdamW
 from tierstore.checkpoint import Reader, Writer
-from tierstore.errors import BusyStoreError, CheckpointFileError, NoCheckpointError, RanksError, StateDictError
+from tierstore.errors import (
+    BusyStoreError,
+    CheckpointFileError,
+    CheckpointValueError,
+    NoCheckpointError,
+    RanksError,
+    StateDictError,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -467,6 +474,37 @@ def _replicated(folder: Path, together: bool) -> None:
         step(its_model, one, range(1, 2))
         one.close()
     assert_same_models(twin, model)
+
+
+def _unlike_replicas(folder: Path, is_weight: bool, with_model: bool) -> None:
+    """Rank 1 has something else, as of experts of its own, or of a running mean that each rank counts for itself."""
+    model = TinyModel()
+    model.register_buffer("seen", torch.zeros(3))
+    with tiered(model, folder) as optimizer:
+        step(model, optimizer, range(1))
+        saves = {"model": model if with_model else None, "process_group": dist.group.WORLD}
+        optimizer.save_checkpoint(folder / "saved", extra="old", **saves)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                (model.middle.bias[-1:] if is_weight else model.seen).add_(1e-3)
+        if is_weight:
+            with pytest.raises(CheckpointValueError, match=r"other values on rank 1: (middle.bias|param.3)\."):
+                optimizer.save_checkpoint(folder / "saved", extra="new", **saves)
+        else:
+            optimizer.save_checkpoint(folder / "saved", extra="new", **saves)
+        dist.barrier()
+        with Reader(folder / "saved") as reader:
+            assert reader.extra() == ("old" if is_weight else "new")
+        step(model, optimizer, range(1, 2))
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("is_weight", [True, False], ids=["weight", "buffer"])
+def test_replicas_that_have_other_weights_are_not_saved_as_one(
+    two_ranks: Ranks, tmp_path: Path, is_weight: bool, with_model: bool
+) -> None:
+    """Those of one rank were saved, and nobody heard that the others' were not."""
+    two_ranks.run(_unlike_replicas, tmp_path, is_weight, with_model)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["each on its own", "together"])

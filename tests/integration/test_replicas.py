@@ -31,6 +31,7 @@ from tests.integration.tiny import (
     tiered,
     train,
 )
+from tests.optimizer.test_binding import step_without_room, thawed_without_room
 
 
 def batches_of_this_rank(first: int, last: int) -> range:
@@ -122,6 +123,20 @@ def test_replicas_are_trained_as_by_fused_adamw(two_ranks: Ranks, tmp_path: Path
 def test_replicas_are_trained_in_all_three_tiers(two_ranks: Ranks, tmp_path: Path) -> None:
     assert "gpu-cpu-nvme" in TIER_SETS
     two_ranks.run(_train_replicas, tmp_path, "buckets", "gpu-cpu-nvme")
+
+
+def _thaw_without_room(folder: Path) -> None:
+    """Parameters of which nobody knows whether they will be sharded: too early to count is not too late."""
+    parameters, optimizer = thawed_without_room(folder, "gradient")
+    step_without_room(optimizer, parameters)
+    assert optimizer.state_dict()["state"].keys() == {0}
+    parameters[1].grad = None
+    optimizer.step()
+    optimizer.close()
+
+
+def test_all_there_is_can_be_read_though_a_parameter_was_thawed_without_room(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_thaw_without_room, tmp_path)
 
 
 # -- distributed state dicts --------------------------------------------------------------------------------------

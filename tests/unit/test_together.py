@@ -36,17 +36,22 @@ def whole(value: float) -> Tensor:
     return torch.arange(15.0).view(SHAPE) + value
 
 
-def content(ranks: Ranks, value: float, *, name: str = "w", step: float | None = None) -> Content:
-    """The rows of a tensor that a rank has; and one that all have, whose values differ here, to be told apart."""
+def content(
+    ranks: Ranks, value: float, *, name: str = "w", step: float | None = None, same: Tensor | None = None
+) -> Content:
+    """The rows of a tensor that a rank has; and one that all have.
+
+    Without `same` that is a buffer, whose values differ here, to be told apart.
+    """
     begin, end = ROWS[ranks.rank]
-    tensors = [whole(value)[begin:end].clone(), torch.full((4,), float(ranks.rank))]
+    tensors = [whole(value)[begin:end].clone(), torch.full((4,), float(ranks.rank)) if same is None else same]
     fields = {"values": torch.float32}
     entries = [
         Entry(name, (end - begin, 3), (3, 1), torch.float32, fields, step, whole=Whole(SHAPE, (3, 1), (begin, 0))),
         Entry("same", (4,), (1,), torch.float32, fields, step),
     ]
-    weights = Weights(tensors, entries, {}, {})
-    return Content({"value": value}, {"rank": ranks.rank}, {}, dict(enumerate(entries)), weights, None)
+    weights = Weights(tensors, entries, {}, {}, {0} if same is None else {0, 1})
+    return Content({"value": value}, {"rank": ranks.rank}, {}, dict(enumerate(entries)), weights, None, [])
 
 
 def begin(ranks: Ranks, path: Path, own: Content, open_writer: OpenWriter = Writer, **options: Any) -> SharedSave:
@@ -77,6 +82,14 @@ def test_parts_of_all_ranks_are_there_and_of_what_several_have_the_lowest_ones(t
         assert ThreadRanks(2).run(partial(save, tmp_path / "c", value)) == [None, None]
         assert value_at(tmp_path / "c") == value
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_parameter_that_all_have_with_the_same_values_is_saved_once(tmp_path: Path) -> None:
+    def saved(ranks: Ranks) -> None:
+        begin(ranks, tmp_path / "c", content(ranks, 1.0, same=torch.zeros(4))).wait()
+
+    assert ThreadRanks(2).run(saved) == [None, None]
+    assert value_at(tmp_path / "c") == 1.0
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -143,9 +156,20 @@ def test_a_rank_that_is_gone_is_an_error_for_the_others(tmp_path: Path, lost: in
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+def with_last_bit(bit: int) -> Tensor:
+    """Ones, of which the last has another last bit."""
+    ones = torch.ones(4)
+    ones.view(torch.int32)[-1] += bit
+    return ones
+
+
 REFUSED: dict[str, tuple[Callable[[Ranks, Path], SharedSave], str]] = {
     "names": (lambda ranks, path: begin(ranks, path, content(ranks, 1.0, name=f"w{ranks.rank}")), "'w1'"),
     "steps": (lambda ranks, path: begin(ranks, path, content(ranks, 1.0, step=float(ranks.rank))), "step=1.0"),
+    "values": (
+        lambda ranks, path: begin(ranks, path, content(ranks, 1.0, same=with_last_bit(ranks.rank))),
+        "other values on rank 1: same.",
+    ),
     "paths": (lambda ranks, path: begin(ranks, path.with_name(f"c{ranks.rank}"), content(ranks, 1.0)), "c1"),
     "keeping none": (lambda ranks, path: begin(ranks, path, content(ranks, 1.0), keep_last=0), "keep_last is 0"),
 }

@@ -1,6 +1,8 @@
-"""The checksum of swapped bytes: xxh3, 64 bits, from the package `xxhash`, which releases the interpreter's lock."""
+"""The checksum of bytes in memory: xxh3, 64 bits, from the package `xxhash`, which releases the interpreter's lock."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def checksum(view: memoryview) -> int:
@@ -8,3 +10,13 @@ def checksum(view: memoryview) -> int:
     import xxhash
 
     return xxhash.xxh3_64_intdigest(view)
+
+
+def checksum_of_parts(views: Iterable[memoryview]) -> int:
+    """Add up bytes that come in parts; the same as `checksum` of all of them."""
+    import xxhash
+
+    found = xxhash.xxh3_64()
+    for view in views:
+        found.update(view)
+    return found.intdigest()
