@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tierstore.checkpoint.blocks import Buffer
+from tierstore.checkpoint.blocks import Buffer, Places
 from tierstore.checkpoint.entries import Entry
+from tierstore.checkpoint.geometry import PAGE_BYTES
 from tierstore.checkpoint.parts import Part, Read, gather, is_same_order, strides_in_order_of
 from tierstore.checkpoint.reader import StoredBlocks
 from tierstore.mapping import map_host_memory
@@ -31,6 +32,8 @@ GRAIN = 8
 
 Put = Callable[[int, Tensor], None]
 """Takes values, 1-D, which are those from an element of what was asked for on. They are valid until it returns."""
+Place = Tensor | Callable[[Tensor], None]
+"""Where a bit belongs, 1-D and without gaps; or what takes it."""
 
 
 class Readable(Protocol):
@@ -64,12 +67,12 @@ class Window:
         self.end = end
         self.is_begun = first == end
         self._read = read
-        self._bits: list[tuple[int, int, Callable[[Tensor], None]]] = []
+        self._bits: list[tuple[int, int, Place]] = []
         self._reading: Future[None] | None = None
 
-    def add(self, count: int, put: Callable[[Tensor], None]) -> None:
+    def add(self, count: int, place: Place) -> None:
         """Hear where the next elements go. Raises what goes wrong if they are the last, and are read here."""
-        self._bits.append((self.next - self.first, count, put))
+        self._bits.append((self.next - self.first, count, place))
         self.next += count
         if self.next == self.end:
             self.begin()
@@ -82,8 +85,20 @@ class Window:
 
     def deal(self, values: Tensor) -> None:
         """Give each bit its values; these begin with the window's first element."""
-        for start, count, put in self._bits:
-            put(values[start : start + count])
+        for start, count, place in self._bits:
+            if isinstance(place, Tensor):
+                place.copy_(values[start : start + count])
+            else:
+                place(values[start : start + count])
+
+    def memories(self) -> list[Buffer] | None:
+        """The bytes of the places of all bits, if those are whole pages, which can be read to directly."""
+        found = []
+        for _, _, place in self._bits:
+            if not isinstance(place, Tensor) or (place.data_ptr() | place.nbytes) % PAGE_BYTES:
+                return None
+            found.append(place.detach().view(torch.uint8).numpy())
+        return found
 
     def wait(self) -> None:
         """Wait until all bits are in their places, which must have begun. Raises what went wrong."""
@@ -107,12 +122,11 @@ class _Windows:
         if self._straight is not None and isinstance(into, Tensor) and count >= self._size:
             self._straight(start, into)
             return []
-        put = partial(_copy, into) if isinstance(into, Tensor) else into
         windows, done = [], 0
         while done < count:
             window = self._window_from(start + done)
             bit = min(count - done, window.end - window.next)
-            window.add(bit, partial(put, done))
+            window.add(bit, into[done : done + bit] if isinstance(into, Tensor) else partial(into, done))
             windows.append(window)
             done += bit
         return windows
@@ -155,6 +169,10 @@ class Source:
         self._of: tuple[str, int, Part] | None = None
         self._fields: dict[str, _Windows | _Reordered] = {}  # of what was asked for last
         self._memory: Tensor | None = None
+
+    def again(self) -> Source:
+        """Another one of the same checkpoint, which goes through it in an order of its own; for the same thread."""
+        return Source(self.reader, self._results)
 
     def read(self, section: str, number: int, field: str, part: Part, start: int, into: Tensor) -> None:
         """Read elements of a part from `start` on, in its storage order, into a 1-D CPU tensor of the dtype."""
@@ -219,8 +237,6 @@ def _begin_block(blocks: StoredBlocks, dtype: torch.dtype, window: Window) -> Fu
             values = values.clone()
         window.deal(values.view(dtype)[skipped:])
 
-    return blocks.begin(number, deal)
-
-
-def _copy(into: Tensor, start: int, values: Tensor) -> None:
-    into[start : start + len(values)].copy_(values)
+    memories, skipped_bytes = window.memories(), skipped * dtype.itemsize
+    places = Places(skipped_bytes, memories) if memories and skipped_bytes % PAGE_BYTES == 0 else None
+    return blocks.begin(number, deal, places)

@@ -12,8 +12,9 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,8 @@ THREADS = 4
 BUFFERS = 8
 _MOST_BYTES = 16 << 20
 """Of all buffers together, if two of them are not more."""
+MOST_PLACES = 16
+"""That a block is read to at once."""
 _ZSTD_MAGIC = 0xFD2FB528
 
 _log = logging.getLogger("tierstore.checkpoint")
@@ -107,25 +110,29 @@ class Blocks:
                 self._under_way.notify_all()
 
 
-def checksum(content: Any) -> bytes:
+def checksum(*pieces: Any) -> bytes:
     """The crc32c of bytes, as it is stored behind them. Takes arrays and bytes; no writable memoryview."""
-    unlocked = _unlocked_crc32c() if isinstance(content, np.ndarray) else None
-    found = google_crc32c.value(content) if unlocked is None else unlocked(content.ctypes.data, content.nbytes)
-    return int(found).to_bytes(CHECKSUM_BYTES, "little")
+    found, unlocked = 0, _unlocked_crc32c()
+    for piece in pieces:
+        if unlocked is None or not isinstance(piece, np.ndarray):
+            found = google_crc32c.extend(found, piece)
+        else:
+            found = unlocked(found, piece.ctypes.data, piece.nbytes)
+    return found.to_bytes(CHECKSUM_BYTES, "little")
 
 
 @functools.cache
-def _unlocked_crc32c() -> Callable[[int, int], int] | None:
-    """The function that google_crc32c calls itself, of an address and a length; None where it cannot be found.
+def _unlocked_crc32c() -> Callable[[int, int, int], int] | None:
+    """The function that google_crc32c calls itself, of a sum so far, an address and a length; None if it is not found.
 
     Called this way it does not hold the interpreter's lock, for which all other threads would wait.
     """
     with contextlib.suppress(ImportError, OSError, AttributeError):
         from google_crc32c import _crc32c
 
-        found = ctypes.CDLL(_crc32c.__file__).crc32c_value
-        found.restype, found.argtypes = ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_size_t]
-        if found(b"123456789", 9) == 0xE3069283:  # what the algorithm makes of these nine digits
+        found = ctypes.CDLL(_crc32c.__file__).crc32c_extend
+        found.restype, found.argtypes = ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t]
+        if found(0, b"123456789", 9) == 0xE3069283:  # what the algorithm makes of these nine digits
             return found
     _log.info("google_crc32c's own function is not found, so other threads wait while a block is summed")
     return None
@@ -158,15 +165,49 @@ def decode(where: str, geometry: Geometry, stored: Buffer) -> Buffer:
         if len(stored) < CHECKSUM_BYTES:
             raise DamagedCheckpointError(f"{where} has {len(stored)} bytes, too few for a checksum")
         stored, wanted = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:].tobytes()
-        if (found := checksum(stored)) != wanted:
-            raise DamagedCheckpointError(
-                f"{where} is damaged: its checksum is {found.hex()}, stored is {wanted.hex()}; its values are lost"
-            )
+        _check(where, checksum(stored), wanted)
     if geometry.compression == "zstd":
         return _decompress(where, geometry, stored)
     if len(stored) != geometry.block_bytes:
         raise DamagedCheckpointError(f"{where} has {len(stored):,} bytes, not {geometry.block_bytes:,}")
     return stored
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where values of a block belong, those from byte `skipped` on: memory after memory, in whole pages each."""
+
+    skipped: int
+    memories: Sequence[Buffer]
+
+    def around(self, geometry: Geometry, offset: int, nbytes: int, buffer: Buffer) -> list[Buffer] | None:
+        """Pieces of memory that a stored block can be read to at once: what is not wanted, and the sum, to `buffer`.
+
+        None if it cannot: what is stored are not the values, or does not begin where a page of the file does; or there
+        are so many places that to copy it takes less.
+        """
+        is_plain = geometry.compression == "none" and geometry.has_checksum
+        is_whole = nbytes == geometry.block_bytes + CHECKSUM_BYTES
+        if not is_plain or not is_whole or offset % PAGE_BYTES or len(self.memories) > MOST_PLACES:
+            return None
+        rest = nbytes - self.skipped - sum(map(len, self.memories))
+        behind = buffer[self.skipped :][: round_up(rest, PAGE_BYTES)]
+        return [*([buffer[: self.skipped]] if self.skipped else []), *self.memories, behind]
+
+
+def check_pieces(where: str, pieces: Sequence[Buffer], nbytes: int) -> None:
+    """Verify a block of so many bytes, its checksum among them, that lies in pieces. Raises DamagedCheckpointError."""
+    *before, last = pieces
+    end = nbytes - sum(map(len, before))
+    found = checksum(*before, last[: end - CHECKSUM_BYTES])
+    _check(where, found, last[end - CHECKSUM_BYTES : end].tobytes())
+
+
+def _check(where: str, found: bytes, wanted: bytes) -> None:
+    if found != wanted:
+        raise DamagedCheckpointError(
+            f"{where} is damaged: its checksum is {found.hex()}, stored is {wanted.hex()}; its values are lost"
+        )
 
 
 def _decompress(where: str, geometry: Geometry, stored: Buffer) -> Buffer:

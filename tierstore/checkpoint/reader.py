@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tierstore.checkpoint import extra
-from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, decode
+from tierstore.checkpoint.blocks import Blocks, Buffer, Places, check_pieces, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files, resolved
@@ -69,10 +69,12 @@ class StoredBlocks:
     """An array of blocks of so many elements; `begin` reads the one of a number, for whoever uses it, on a thread.
 
     Or, with None for an answer, at once and here, if the array is so small that handing it to a thread takes longer.
+    Where it is told places and can read straight to them, it does, and nobody uses the block: they have what was
+    written if nothing is raised, else anything.
     """
 
     elements: int
-    begin: Callable[[int, Use], Future[None] | None]
+    begin: Callable[[int, Use, Places | None], Future[None] | None]
 
 
 class Reader:
@@ -200,24 +202,29 @@ class Reader:
         for reading in under_way:
             reading.result()
 
-    def _now(self, name: str, number: int, use: Use) -> None:
-        """Read one block here, and give `use` its values."""
-        self._buffers().work_here(self._work(name, number, use))
+    def _now(self, name: str, number: int, use: Use, places: Places | None = None) -> None:
+        """Read one block here, and give `use` its values, if they are not in their places by then."""
+        self._buffers().work_here(self._work(name, number, use, places))
 
-    def _begin(self, name: str, number: int, use: Use) -> Future[None]:
-        """Let a thread read one block, once there is a buffer for it, and give `use` its values."""
-        return self._buffers().submit(self._work(name, number, use), self._buffers().wait_for_buffer())
+    def _begin(self, name: str, number: int, use: Use, places: Places | None = None) -> Future[None]:
+        """Let a thread do that, once there is a buffer for it."""
+        return self._buffers().submit(self._work(name, number, use, places), self._buffers().wait_for_buffer())
 
-    def _work(self, name: str, number: int, use: Use) -> Callable[[Buffer], None]:
-        """What reads one block into a buffer and gives its values to `use`, on any thread."""
+    def _work(self, name: str, number: int, use: Use, places: Places | None) -> Callable[[Buffer], None]:
+        """What reads one block into its places, or else into a buffer for `use`, on any thread."""
         array = self._arrays[name]
         file = f"{name}/{array.file_of(array.geometry.place_of(number)[0])}"
-        place = self._place(name, array, number)
+        offset, nbytes = self._place(name, array, number)
+        begin, end = array.geometry.range_of(number)
+        where = f"{self.path}/{file}, elements {begin:,} to {end:,}"
 
         def work(buffer: Buffer) -> None:
-            begin, end = array.geometry.range_of(number)
-            stored = self.tree.read_into(file, *place, buffer)
-            use(decode(f"{self.path}/{file}, elements {begin:,} to {end:,}", array.geometry, stored))
+            pieces = None if places is None else places.around(array.geometry, offset, nbytes, buffer)
+            if pieces is None:
+                use(decode(where, array.geometry, self.tree.read_into(file, offset, nbytes, buffer)))
+            else:
+                self.tree.read_pieces(file, offset, nbytes, pieces)
+                check_pieces(where, pieces, nbytes)
 
         return work
 

@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tierstore.checkpoint.blocks import Buffer
@@ -95,18 +95,22 @@ class Tree:
         """Read a part of a file into a page-aligned buffer with two pages to spare; return where it lies there."""
         begin = offset // PAGE_BYTES * PAGE_BYTES
         length = -(-(offset + nbytes - begin) // PAGE_BYTES) * PAGE_BYTES
-        flags, wanted = os.O_DIRECT if self._direct else 0, offset - begin + nbytes
+        self.read_pieces(name, begin, offset - begin + nbytes, [buffer[:length]])
+        return buffer[offset - begin :][:nbytes]
+
+    def read_pieces(self, name: str, offset: int, nbytes: int, pieces: Sequence[Buffer]) -> None:
+        """Read a part of a file, from a page's beginning on, into several pieces of memory: whole pages of its own."""
+        flags = os.O_DIRECT if self._direct else 0
         with self._told(name, "the file cannot be read"):
             try:
-                found = self._fill(name, begin, buffer[:length], wanted, flags)
+                found = self._fill(name, offset, pieces, nbytes, flags)
             except OSError as error:
                 if error.errno != errno.EINVAL or not flags:  # whatever other threads have found out meanwhile
                     raise
                 self._direct = False
-                found = self._fill(name, begin, buffer[:length], wanted, 0)
-        if found < wanted:
-            raise DamagedCheckpointError(f"{self.path}/{name} ended after {begin + found:,} bytes")
-        return buffer[offset - begin : wanted]
+                found = self._fill(name, offset, pieces, nbytes, 0)
+        if found < nbytes:
+            raise DamagedCheckpointError(f"{self.path}/{name} ended after {offset + found:,} bytes")
 
     @contextlib.contextmanager
     def _told(self, name: str, what: str) -> Iterator[None]:
@@ -119,16 +123,20 @@ class Tree:
                 f"{self.path}/{name} is missing: the checkpoint is not complete, or was removed while it was read"
             ) from error
 
-    def _fill(self, name: str, offset: int, buffer: Buffer, wanted: int, flags: int) -> int:
-        target: Any = buffer
+    def _fill(self, name: str, offset: int, pieces: Sequence[Buffer], wanted: int, flags: int) -> int:
+        left: list[Any] = list(pieces)
         fd = self._open(name, flags)
         try:
             found = 0
             while found < wanted:
-                count = os.preadv(fd, [target[found:]], offset + found)
+                count = os.preadv(fd, left, offset + found)
                 if count == 0:
                     break
                 found += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
             return found
         finally:
             os.close(fd)
