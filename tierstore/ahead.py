@@ -1,7 +1,7 @@
 """Fills buffers ahead of whoever empties them: a few, in a known order, each used again.
 
 A thread asks for what belongs into them, buffer after buffer, and others bring it; it waits for none of it. It sees its
-buffers and what fills them, nothing else. Where one cannot be filled, whoever asks for it gets the error.
+buffers and what fills them, nothing else. Where one cannot be filled, whoever asks for it, or leaves, gets the error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReadAhead:
         self._filled: deque[tuple[Tensor, Sequence[Arriving]]] = deque()
         self._given: Tensor | None = None
         self._error: BaseException | None = None
-        self._is_closed = False
+        self._is_closed = self._is_told = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(
             target=on_one_core, args=(self._main,), name=f"{WORKER_PREFIX}read ahead", daemon=True
@@ -72,6 +72,8 @@ class ReadAhead:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
+        if error is None and self._error is not None and not self._is_told:  # of what `fills` did after the last buffer
+            raise self._error
 
     def wait_for_next(self) -> Tensor:
         """The next buffer, filled; the one before it is given back by that."""
@@ -83,6 +85,7 @@ class ReadAhead:
             self._changed.wait_for(lambda: bool(self._filled) or self._error is not None)
             if not self._filled:
                 assert self._error is not None
+                self._is_told = True
                 raise self._error
             self._given, arriving = self._filled.popleft()
         for one in arriving:

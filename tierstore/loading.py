@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tierstore.ahead import ReadAhead
+from tierstore.ahead import Fill, ReadAhead
 from tierstore.binding import Binding
 from tierstore.capture import SECTION
 from tierstore.contents import Groups, Header, names_of, part_of
@@ -60,7 +61,8 @@ class Load:
         ordered = None if names is None else [names[id(member.parameter)] for member in members]
         self.match = Match(reader.path, header, reader.entries(SECTION), members, ordered, select)
         self.match.check(rule)
-        self.weights = None if model is None else Restoration(model, header, source, select or (lambda key: True))
+        selected = select or (lambda key: True)
+        self.weights = None if model is None else Restoration(model, header, source.again(), selected)
         if select is not None and not self.match.numbers and not (self.weights and self.weights.nbytes):
             raise StateDictError(f"params: {pattern!r} selects none of the parameters in {reader.path}")
 
@@ -136,15 +138,21 @@ class Load:
         binding.store.forgive()
 
     def _write(self, binding: Binding | None, handed: Handed | None) -> None:
-        entries = self.match.entries
-        nbytes = self.match.nbytes + (self.weights.nbytes if self.weights else 0)
+        weights, filling = self.weights, None
+        nbytes = self.match.nbytes + (weights.nbytes if weights else 0)
         with Bar(f"loading {Path(self.path).name}", nbytes) as bar, leaving_one_free():
-            if self.weights is not None:
-                self.weights.load(bar.add)
             if binding is not None and handed is not None:
-                for position in entries:
+                for position in self.match.entries:
                     handed.forget_fields(position, (*binding.rule.moments, MASTER))
-                Filling(binding, self, bar.add).run()
+                filling = Filling(binding, self, bar.add)
+            if weights is not None:
+                weights.begin(bar.add)
+                if filling is None or filling.needs_weights:
+                    weights.finish(bar.add)
+            if filling is not None:
+                filling.run(weights)
+            if weights is not None:
+                weights.finish(bar.add)
 
 
 def _held_by(held: Held) -> WithState:
@@ -170,12 +178,23 @@ class Filling:
             position: sum(d.itemsize for d in entry.fields.values()) for position, entry in self._entries.items()
         }
 
-    def run(self) -> None:
-        """Write all of it, then the step counts; parameters of which no state is stored have none then."""
+    @property
+    def needs_weights(self) -> bool:
+        """Whether anything is made of the parameters: masters that are not stored."""
+        return any(
+            field.name == MASTER and MASTER not in entry.fields
+            for position, entry in self._entries.items()
+            for field in self._binding.fields_of(position)
+        )
+
+    def run(self, weights: Restoration | None) -> None:
+        """Write all of it, then the step counts; parameters of which no state is stored have none then.
+
+        What is left to be asked for of the model's weights is asked for meanwhile.
+        """
         binding = self._binding
         chunks = binding.chunks_of(self._entries)
-        fills = (partial(self._fill, chunk) for chunk in chunks)
-        with ReadAhead(fills, max((chunk.record_bytes for chunk in chunks), default=0)) as ahead:
+        with ReadAhead(self._fills(chunks, weights), max((chunk.record_bytes for chunk in chunks), default=0)) as ahead:
             is_whole = all(map(self._is_whole, chunks))
             binding.rewrite(self._entries, partial(self._put, ahead), is_whole=is_whole)
         for position in self._numbers:
@@ -185,6 +204,16 @@ class Filling:
             binding.steps[position] = step_count(entry.step or 0.0)
             if not binding.rule.needed and not any(name in entry.fields for name in binding.rule.moments):
                 binding.unbegun.add(position)
+
+    def _fills(self, chunks: Sequence[Chunk], weights: Restoration | None) -> Iterator[Fill]:
+        """What fills each buffer; between them weights are asked for, in proportion, so that both end together."""
+        parts = 0 if weights is None else weights.parts
+        asks = iter(()) if weights is None else weights.ask(self._tell)
+        for number, chunk in enumerate(chunks):
+            yield partial(self._fill, chunk)
+            due = (number + 1) * parts // len(chunks) - number * parts // len(chunks)
+            for _ in islice(asks, due):
+                pass
 
     def _is_whole(self, chunk: Chunk) -> bool:
         """Whether all that is in a chunk is loaded."""

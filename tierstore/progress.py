@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ class Bar:
         self._words = words
         self._total_bytes = total_bytes
         self._done_bytes = 0
+        self._lock = threading.Lock()
         self._began = time.monotonic()
         self._shown: Any = None
         self._task: Any = None
@@ -40,9 +42,10 @@ class Bar:
             self._show(done_bytes)
 
     def add(self, more_bytes: int) -> None:
-        """Hear that so many bytes more are done."""
-        self._done_bytes += more_bytes
-        self.tell(self._done_bytes)
+        """Hear that so many bytes more are done; on any thread."""
+        with self._lock:
+            self._done_bytes += more_bytes
+            self.tell(self._done_bytes)
 
     def _show(self, done_bytes: int) -> None:
         from rich.console import Console

@@ -7,7 +7,7 @@ tensors must be plain JSON.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,17 +17,18 @@ from torch import Tensor, nn
 
 from tierstore.behind import Sink, WriteBehind
 from tierstore.checkpoint.entries import VALUES, Entry, Whole
+from tierstore.checkpoint.parts import Part
 from tierstore.contents import Header, decode_others, is_sharded, whole_of
 from tierstore.errors import CheckpointValueError, StateDictError
 from tierstore.forms import take_apart
 from tierstore.io.checksum import checksum_of_parts
 from tierstore.layout import in_storage_order_of, storage_order, stored_strides
 from tierstore.matching import listed
-from tierstore.sources import Source, Window
+from tierstore.sources import WINDOW_BYTES, Source, Window
 
 SECTION = "model"
 
-PART_ELEMENTS = 4 << 20
+PART_BYTES = WINDOW_BYTES
 """Asked for, or added up, at once."""
 MOST_PARTS = 8
 """Asked for before the first one is there."""
@@ -109,7 +110,7 @@ def checksum_of(tensor: Tensor) -> int:
         raw = take_apart(tensor)[1]
     except TypeError:
         return 0
-    parts = (raw[start : start + PART_ELEMENTS] for start in range(0, len(raw), PART_ELEMENTS))
+    parts = (raw[start : start + PART_BYTES] for start in range(0, len(raw), PART_BYTES))
     return checksum_of_parts(part.cpu().numpy().data for part in parts)
 
 
@@ -130,7 +131,9 @@ class Restoration:
         self._keys = {key: number for key, number in stored["keys"].items() if select(key)}
         self._others = {key: v for key, v in decode_others(path, stored["others"]).items() if select(key)}
         self._entries = source.reader.entries(SECTION)
+        self._straight: deque[tuple[int, Part, Tensor]] = deque()  # numbers, what of them, and their places, 1-D
         self._under_way: deque[tuple[list[Window], int]] = deque()  # and the bytes in them
+        self._rest: dict[str, Any] = dict(self._others)
         self._refuse_another()
 
     @property
@@ -138,43 +141,67 @@ class Restoration:
         """Bytes to be read."""
         return sum(self._entries[number].nbytes for number in self._keys.values())
 
+    @property
+    def parts(self) -> int:
+        """How many `ask` asks for."""
+        return sum(-(-flat.nbytes // PART_BYTES) for _, _, flat in self._straight)
+
     @torch.no_grad()
-    def load(self, tell: Callable[[int], None]) -> None:
-        """Write the values into the model's own tensors; `tell` hears how many bytes more are read."""
+    def begin(self, tell: Callable[[int], None]) -> None:
+        """Find the place of each tensor, and load those whose values cannot be read straight into it.
+
+        `tell` hears, here and below, how many bytes more are read.
+        """
         loaded: set[tuple[Any, ...]] = set()
-        rest: dict[str, Any] = dict(self._others)
         own = {_memory(local_part(tensor)) for tensor in (*self._model.parameters(), *self._model.buffers())}
         for key, number in self._keys.items():
             target = self._state[key]
             if _memory(local_part(target)) not in own:  # made by a hook: only its module knows where the values belong
                 device = target.device if is_sharded(target) else "cpu"
-                target = rest[key] = torch.empty_like(target, device=device)
+                target = self._rest[key] = torch.empty_like(target, device=device)
             if (alike := (number, *identity(local_part(target)))) not in loaded:
                 loaded.add(alike)
-                self._load(number, local_part(target), whole_of(target), tell)
+                self._place(number, local_part(target), entry_of("", target, whole_of(target)).part, tell)
+
+    @torch.no_grad()
+    def ask(self, tell: Callable[[int], None]) -> Iterator[None]:
+        """Ask for what is read straight to its place, part by part, on one thread; wait for none of the last few."""
+        while self._straight:
+            number, wanted, flat = self._straight.popleft()
+            size = PART_BYTES // flat.dtype.itemsize
+            for start in range(0, len(flat), size):
+                part = flat[start : start + size]
+                windows = self._source.want(SECTION, number, VALUES, wanted, start, len(part), part)
+                self._under_way.append((windows, part.nbytes))
+                self._wait(MOST_PARTS, tell)
+                yield
+
+    @torch.no_grad()
+    def finish(self, tell: Callable[[int], None]) -> None:
+        """Ask for all that is left, wait until all is there, and give the model what is not in its own tensors."""
+        for _ in self.ask(tell):
+            pass
         self._wait(0, tell)
+        rest, self._rest = self._rest, {}
         if rest:
             self._model.load_state_dict(rest, strict=False)
 
-    def _load(self, number: int, target: Tensor, whole: Whole | None, tell: Callable[[int], None]) -> None:
-        dtype, wanted = self._entries[number].fields[VALUES], entry_of("", target, whole).part
-        flat = storage_order(target)
+    def _place(self, number: int, target: Tensor, wanted: Part, tell: Callable[[int], None]) -> None:
+        """Note where a tensor's values go, or read and copy them now."""
+        dtype, flat = self._entries[number].fields[VALUES], storage_order(target)
+        if flat is not None and flat.dtype == dtype and flat.device.type == "cpu":
+            self._straight.append((number, wanted, flat))
+            return
         dense = torch.empty_strided(target.shape, wanted.stride, dtype=target.dtype) if flat is None else target
-        flat = storage_order(dense)
+        flat, size = storage_order(dense), PART_BYTES // dtype.itemsize
         assert flat is not None
-        for start in range(0, len(flat), PART_ELEMENTS):
-            part = flat[start : start + PART_ELEMENTS]
-            where = SECTION, number, VALUES, wanted, start
-            if part.dtype == dtype and part.device.type == "cpu":
-                windows = self._source.want(*where, len(part), part)
-            else:
-                windows, into = [], torch.empty(len(part), dtype=dtype, device="cpu")
-                self._source.read(*where, into)
-                part.copy_(into)
-            self._under_way.append((windows, len(part) * dtype.itemsize))
-            self._wait(MOST_PARTS, tell)
+        for start in range(0, len(flat), size):
+            part = flat[start : start + size]
+            values = torch.empty(len(part), dtype=dtype, device="cpu")
+            self._source.read(SECTION, number, VALUES, wanted, start, values)
+            part.copy_(values)
+            tell(values.nbytes)
         if dense is not target:
-            self._wait(0, tell)
             target.copy_(dense)
 
     def _wait(self, most: int, tell: Callable[[int], None]) -> None:

@@ -147,6 +147,17 @@ class TestResuming:
                 for name, value in fields.items():
                     assert same_bits(value, wanted[key][name].to(value.dtype)), (mode, key, name)
 
+    def test_masters_that_are_not_stored_are_the_weights_that_were_loaded(self, tmp_path: Path) -> None:
+        parameters, optimizer = straight(tmp_path, 3, torch.bfloat16, state=MODES["no master"][1])
+        optimizer.save_checkpoint(tmp_path / "saved", Weighted(parameters))
+        for mode in ("master float32", "split, low moments"):
+            others = seeded(*SHAPES, dtype=torch.bfloat16, seed=9)
+            another = made(others, tmp_path, state=MODES[mode][1])
+            another.load_checkpoint(tmp_path / "saved", Weighted(others))
+            assert_same_parameters(others, parameters)
+            for parameter in others:
+                assert same_bits(another.state[parameter]["master"], parameter.detach().float())
+
     def test_parameters_of_every_layout_and_complex_ones_keep_their_values(self, tmp_path: Path) -> None:
         def parameters(seed: int, *, is_transposed: bool) -> list[Parameter]:
             generator = torch.Generator().manual_seed(seed)
@@ -440,6 +451,32 @@ class TestFaults:
         another.load_checkpoint(tmp_path / "good")
         assert_same_saved(another.state_dict(), optimizer.state_dict())
         another.step()
+
+    @pytest.mark.parametrize("where", ["params/000001/exp_avg_sq", "model/000000/values", "model/000001/values"])
+    @pytest.mark.parametrize("tiers", ["cpu", "cpu nvme"])
+    def test_a_damaged_block_among_many_breaks_a_load_off_wherever_it_is(
+        self, tiers: str, where: str, tmp_path: Path
+    ) -> None:
+        """Blocks of state are read straight to where they go; weights beside them, the last ones after all state."""
+        parameters = seeded((600_000,), (700_000,))
+        optimizer = made(parameters, tmp_path, tiers, chunk=512 * KIB)
+        train(optimizer, parameters, range(2))
+        for name in ("good", "bad"):
+            optimizer.save_checkpoint(tmp_path / name, Weighted(parameters))
+        file = tmp_path / "bad" / where / "c.0"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        others = seeded((600_000,), (700_000,), seed=9)
+        another = made(others, tmp_path, tiers, chunk=512 * KIB)
+        train(another, others, range(1))
+        with pytest.raises(DamagedCheckpointError, match=where):
+            another.load_checkpoint(tmp_path / "bad", Weighted(others))
+        with pytest.raises(FailedStepError, match=r"loading .* broke off"):
+            another.step()
+        another.load_checkpoint(tmp_path / "good", Weighted(others))
+        assert_same_parameters(others, parameters)
+        assert_same_saved(another.state_dict(), optimizer.state_dict())
 
     def test_what_a_pattern_left_half_loaded_is_put_right_by_loading_no_less(self, tmp_path: Path) -> None:
         model, twin = network(), network(seed=1)

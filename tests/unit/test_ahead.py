@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from tests.fakes import PATIENCE_SECONDS
-from tierstore.ahead import BUFFERS, LEAST_BYTES, ReadAhead
+from tierstore.ahead import BUFFERS, LEAST_BYTES, Fill, ReadAhead
 
 SMALL = LEAST_BYTES // 8
 """Bytes of buffers of which there are eight."""
@@ -120,3 +120,15 @@ def test_an_error_in_asking_comes_after_what_was_asked_for_before() -> None:
         assert int(ahead.wait_for_next()[0]) == 1
         with pytest.raises(OSError, match="no index"):
             ahead.wait_for_next()
+
+
+def test_an_error_after_the_last_buffer_comes_to_who_leaves() -> None:
+    parcel = Parcel(1)
+    parcel.may_arrive.set()
+
+    def fills() -> Iterator[Fill]:
+        yield partial(put_into, parcel)
+        raise OSError("no index")
+
+    with pytest.raises(OSError, match="no index"), ReadAhead(fills(), LARGE) as ahead:
+        assert int(ahead.wait_for_next()[0]) == 1
