@@ -26,6 +26,10 @@ from tierstore.signals import break_point
 
 BUFFERS = 3
 """One is filled, one is written, and one waits between."""
+MOST_BUFFERS = 8
+"""Of small ones, several of which are filled at once, and written."""
+MOST_BYTES = 16 << 20
+"""Of all buffers, if there are more than BUFFERS."""
 
 
 class Sink(Protocol):
@@ -66,6 +70,7 @@ class WriteBehind:
         self._timeout_seconds = timeout_seconds
         self._keep_last = keep_last
         self._buffer_bytes = buffer_bytes
+        self._count = max(BUFFERS, min(MOST_BUFFERS, MOST_BYTES // buffer_bytes))
         self._free: list[Tensor] = []
         self._made = 0
         self._jobs: deque[tuple[Tensor, Job, int]] = deque()
@@ -87,6 +92,11 @@ class WriteBehind:
         """Whether the checkpoint is there, or was given up."""
         return self._is_over
 
+    @property
+    def most_at_once(self) -> int:
+        """How many buffers to fill at once, while as many are written."""
+        return self._count // 2
+
     def wait_for_buffer(self) -> tuple[Tensor, float]:
         """Get a buffer (uint8, page-aligned host memory) to be filled, and the seconds that it took.
 
@@ -94,7 +104,7 @@ class WriteBehind:
         """
         began = time.perf_counter()
         with self._changed:
-            if not self._free and self._made < BUFFERS:
+            if not self._free and self._made < self._count:
                 buffer = map_host_memory(self._buffer_bytes)
                 self._made += 1
                 return buffer, 0.0

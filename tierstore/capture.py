@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -69,44 +70,50 @@ class Capture:
 
         def capture_and_use(number: int, record: Tensor, is_fresh: bool) -> None:
             if number in self._chunks:
-                self._take(self._chunks[number], partial(self._copy, record))
+                self._take([self._chunks[number]], partial(self._copy, record))
             use(number, record, is_fresh)
 
         return use if self.is_over else capture_and_use
 
     def rest(self) -> None:
         """Copy all that is left, moving nothing. What breaks it off, as a second Ctrl-C does, ends the checkpoint."""
-        for chunk in list(self._chunks.values()):
+        while self._chunks:
+            assert self._behind is not None
             try:
                 break_point()
-                self._take(chunk, self._read)
+                self._take(list(islice(self._chunks.values(), self._behind.most_at_once)), self._read)
             except BaseException as error:
                 self._give_up(CheckpointError(f"it was broken off before all was copied ({type(error).__name__})"))
                 raise
 
-    def _take(self, chunk: Chunk, fill: Callable[[Chunk, Tensor], None]) -> None:
-        """Let one chunk be copied into a buffer by `fill`, and be written."""
+    def _take(self, chunks: Sequence[Chunk], fill: Callable[[Sequence[tuple[Chunk, Tensor]]], None]) -> None:
+        """Let chunks be copied into a buffer each by `fill`, and be written."""
         behind = self._behind
         assert behind is not None
         if behind.has_failed:
             self._chunks.clear()
             behind.complete()
             return
+        taken: list[tuple[Chunk, Tensor]] = []
         try:
-            buffer, waited = behind.wait_for_buffer()
+            for chunk in chunks:
+                buffer, waited = behind.wait_for_buffer()
+                self._store.count_write_wait(waited)
+                taken.append((chunk, buffer))
         except Exception as error:  # no memory for one: this save ends, training goes on
             self._give_up(error)
             return
-        self._store.count_write_wait(waited)
         try:
-            fill(chunk, buffer)
+            fill(taken)
         except Exception as error:
-            behind.drop()
+            for _ in taken:
+                behind.drop()
             self._give_up(error)
             return
-        del self._chunks[chunk.number]
-        write = partial(_write, chunk, buffer, self._wanted, self._are_complex, self._scratch)
-        behind.put(buffer, write, _bytes_written(chunk, self._wanted))
+        for chunk, buffer in taken:
+            del self._chunks[chunk.number]
+            write = partial(_write, chunk, buffer, self._wanted, self._are_complex, self._scratch)
+            behind.put(buffer, write, _bytes_written(chunk, self._wanted))
         if not self._chunks:
             behind.complete()
 
@@ -115,8 +122,9 @@ class Capture:
         self._behind.fail(error)
         self._chunks.clear()
 
-    def _copy(self, record: Tensor, chunk: Chunk, buffer: Tensor) -> None:
+    def _copy(self, record: Tensor, taken: Sequence[tuple[Chunk, Tensor]]) -> None:
         """Copy a record that is about to be used, on the device it is used on."""
+        ((chunk, buffer),) = taken
 
         def copy() -> None:
             buffer[: chunk.record_bytes].copy_(record[: chunk.record_bytes])
@@ -126,10 +134,13 @@ class Capture:
         if chunk.cls.compute == "gpu" and self._plant.gpu is not None:
             self._plant.gpu.record().wait()
 
-    def _read(self, chunk: Chunk, buffer: Tensor) -> None:
-        if not self._store.read_record(chunk.number, buffer[: chunk.record_bytes]):
-            buffer[: chunk.record_bytes].zero_()
-        self._copy_high_halves(chunk, buffer)
+    def _read(self, taken: Sequence[tuple[Chunk, Tensor]]) -> None:
+        records = [(chunk.number, buffer[: chunk.record_bytes]) for chunk, buffer in taken]
+        are_made = self._store.read_records(records)
+        for (chunk, buffer), (_, record), is_made in zip(taken, records, are_made, strict=True):
+            if not is_made:
+                record.zero_()
+            self._copy_high_halves(chunk, buffer)
 
     def _copy_high_halves(self, chunk: Chunk, buffer: Tensor) -> None:
         """Copy what of split masters their parameters hold."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tierstore.errors import CapacityError, TransferError, TransferTimeoutError
+from tierstore.errors import CapacityError, TierstoreError, TransferError, TransferTimeoutError
 from tierstore.execution import ChunkInfo, Execution
 from tierstore.guard import Guarded
 from tierstore.mapping import map_host_memory
@@ -27,7 +27,7 @@ from tierstore.residency import Resident
 from tierstore.stats import IoStats
 from tierstore.tiers import Tier
 from tierstore.traffic import FailedWriteError, Traffic
-from tierstore.transfer import TransferEngine
+from tierstore.transfer import Ticket, TransferEngine
 
 _log = logging.getLogger("tierstore.store")
 
@@ -156,20 +156,25 @@ class Housing(Guarded):
                 extent, chunk = next(((extent, chunk) for extent, chunk in found if chunk is not None), (any_one, None))
                 into = self._buffer_for(chunk) if chunk is not None else map_host_memory(extent.length)
                 with contextlib.suppress(TransferError):
-                    self._read_out(chunk, Resident(name, extent), into)
+                    self._read_out((chunk, Resident(name, extent), into))
                     striping.succeed(extent, is_write=False)
 
-    def _read_out(self, chunk: int | None, place: Resident, into: Tensor) -> None:
-        where = self.setup.tiers[place.tier], place.extent
-        ticket = self.setup.transfer.read_out(
-            where, into, ready=None if chunk is None else self._traffic.last_use.get(chunk)
-        )
-        try:
-            self.setup.transfer.wait_for(ticket, self.setup.timeout_seconds)
-        except TransferError as error:
-            if chunk is None:
-                raise
-            raise self._traffic.explain(chunk, ticket.route, error) from error
+    def _read_out(self, *reads: tuple[int | None, Resident, Tensor]) -> None:
+        """Copy chunks out of their places, all at once; raises the first error when none is under way any more."""
+        begun: list[tuple[int | None, Ticket]] = []
+        failed: TierstoreError | None = None
+        for chunk, place, into in reads:
+            where = self.setup.tiers[place.tier], place.extent
+            ready = None if chunk is None else self._traffic.last_use.get(chunk)
+            begun.append((chunk, self.setup.transfer.read_out(where, into, ready=ready)))
+        for chunk, ticket in begun:
+            try:
+                self.setup.transfer.wait_for(ticket, self.setup.timeout_seconds)
+            except TransferError as error:
+                explained = error if chunk is None else self._traffic.explain(chunk, ticket.route, error)
+                failed = failed or explained
+        if failed is not None:
+            raise failed
 
     def _buffer_for(self, chunk: int) -> Tensor:
         return map_host_memory(self._infos[chunk].record_bytes)
@@ -181,7 +186,7 @@ class Housing(Guarded):
             self._raise_errors()
             place = self._ledger.where(chunk)
             if chunk in self._traffic.unreadable and isinstance(place, Resident):
-                self._read_out(chunk, place, self._buffer_for(chunk))
+                self._read_out((chunk, place, self._buffer_for(chunk)))
                 self._traffic.unreadable.pop(chunk)
 
     def _make_up(self) -> None:

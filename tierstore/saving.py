@@ -36,7 +36,7 @@ from tierstore.states import field_order
 from tierstore.weights import SECTION as WEIGHTS
 from tierstore.weights import Weights, local_part
 
-PART_BYTES = 8 << 20
+PART_BYTES = 2 << 20
 """Of a model's tensors, copied at once."""
 LEAST_BYTES = 4096
 """Of a buffer."""

@@ -187,15 +187,25 @@ class ChunkStore(Parking):
         Returns False, and copies nothing, while the chunk is fresh. Works after a failed step too. After an error
         `into` must not be used again: a request that was given up may write to it yet.
         """
+        return self.read_records([(chunk, into)])[0]
+
+    def read_records(self, wanted: Sequence[tuple[int, Tensor]]) -> list[bool]:
+        """As `read_record` for several chunks at once; after an error no `into` may be used again."""
         with self._entered():
-            self._traffic.wait_until_over(chunk)  # the extent it leaves may be promised, and filled once it has left
-            place = self._ledger.where(chunk)
-            if isinstance(place, Fresh):
-                return False
-            if not isinstance(place, Resident):
-                raise InvariantError(f"{self._describe(chunk)} has stopped moving and is still {place}")
-            self._read_out(chunk, place, into)
-            return True
+            found: list[tuple[int, Resident, Tensor]] = []
+            are_made = []
+            for chunk, into in wanted:
+                self._traffic.wait_until_over(
+                    chunk
+                )  # the extent it leaves may be promised, and filled once it has left
+                place = self._ledger.where(chunk)
+                if isinstance(place, Resident):
+                    found.append((chunk, place, into))
+                elif not isinstance(place, Fresh):
+                    raise InvariantError(f"{self._describe(chunk)} has stopped moving and is still {place}")
+                are_made.append(isinstance(place, Resident))
+            self._read_out(*found)
+            return are_made
 
     def count_write_wait(self, seconds: float) -> None:
         """Count time in which a use waited for a copy of its chunk to be written as a wait for writes."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.fakes import PATIENCE_SECONDS
-from tierstore.behind import BUFFERS, WriteBehind
+from tierstore.behind import MOST_BUFFERS, WriteBehind
 from tierstore.errors import CheckpointFileError
 
 SECONDS = 0.05
@@ -65,7 +65,7 @@ def assert_abandoned_once_it_is_back(disk: Disk) -> None:
 def test_who_waits_for_a_buffer_gives_a_disk_up_that_hangs() -> None:
     disk = Disk()
     behind = begin(disk)
-    for _ in range(BUFFERS):
+    for _ in range(MOST_BUFFERS):
         put(behind)
     with pytest.raises(CheckpointFileError) as caught:
         behind.wait_for_buffer()
