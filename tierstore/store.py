@@ -195,9 +195,7 @@ class ChunkStore(Parking):
             found: list[tuple[int, Resident, Tensor]] = []
             are_made = []
             for chunk, into in wanted:
-                self._traffic.wait_until_over(
-                    chunk
-                )  # the extent it leaves may be promised, and filled once it has left
+                self._traffic.wait_until_over(chunk)  # else the extent it leaves may be filled once it has left
                 place = self._ledger.where(chunk)
                 if isinstance(place, Resident):
                     found.append((chunk, place, into))
