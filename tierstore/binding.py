@@ -72,8 +72,9 @@ class Binding:
         parts: Parts,
         *,
         with_state: WithState = NONE,
+        needs: Needs = needs_state,
     ) -> None:
-        self.members = survey(groups, rule, with_state)
+        self.members = survey(groups, rule, with_state, needs=needs)
         self.unchanged = Unchanged(self.members, groups, rule)
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
         self.steps = StepCounts()

@@ -32,7 +32,16 @@ from tierstore.errors import (
 )
 from tierstore.guard import alone
 from tierstore.handed import Handed
-from tierstore.members import NONE, Needs, WithState, local_of, may_still_be_sharded, nothing_needs, survey
+from tierstore.members import (
+    NONE,
+    Needs,
+    WithState,
+    local_of,
+    may_still_be_sharded,
+    needs_state,
+    nothing_needs,
+    survey,
+)
 from tierstore.monitor import monitor_of
 from tierstore.policy import TierPolicy
 from tierstore.rules import Rule
@@ -118,8 +127,8 @@ class Held:
         if not any(_may_still_change(parameter) for group in groups for parameter in group["params"]):
             self._check_fits_now(groups, with_state)
 
-    def _check_fits_now(self, groups: Groups, with_state: WithState) -> None:
-        members = survey(groups, self.rule, with_state)
+    def _check_fits_now(self, groups: Groups, with_state: WithState, needs: Needs = needs_state) -> None:
+        members = survey(groups, self.rule, with_state, needs=needs)
         try:
             draw(members, groups, self._policy_now(), self.parts).check_fits(is_first=self.binding is None)
         except CapacityError as error:
@@ -160,9 +169,9 @@ class Held:
         returned = {p: state for p, state in self.aside.items() if self.knows(groups, p)}
         covered = {**with_state, **(self.pending or {}), **returned}
         if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered, needs=needs):
-            self._unbind(groups, covered)
+            to_cover = self._unbind(groups, covered, needs)
             covered = {**with_state, **(self.pending or {}), **returned}
-            self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered)
+            self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered, needs=to_cover)
             self._handed = Handed(self.binding)
             self._tell_once(self.binding)
         if self.pending is not None:
@@ -291,10 +300,13 @@ class Held:
             self._has_told = True
             binding.tell_what_is_missing()
 
-    def _unbind(self, groups: Groups, covered: WithState) -> None:
-        """Take all state out of a binding that is no longer current, for the next one to load; nothing is lost."""
+    def _unbind(self, groups: Groups, covered: WithState, needs: Needs) -> Needs:
+        """Take all state out of a binding that is no longer current, for the next one to load; nothing is lost.
+
+        Returns which parameters that one has room for besides those with state.
+        """
         if self.binding is None or self._handed is None:
-            return
+            return needs_state
         if self.pending is None and self.binding.store.broken_off is not None:
             raise FailedStepError("an earlier step broke off; load parameters and state before changing parameters")
         if names := self.binding.store.names():
@@ -307,10 +319,27 @@ class Held:
         left: dict[Tensor, dict[str, Any]] = {}
         if states is None and self.binding.steps:
             states, left = carried(self.binding, materialise(self.binding, self._handed), groups)
-        self._check_fits_now(groups, {**covered, **(states or {})})
+        to_cover = self._to_cover(self.binding, groups, {**covered, **(states or {})}, needs)
         self._put_aside(left)
         self.binding.close()
         self.binding, self._handed, self.pending = None, None, states
+        return to_cover
+
+    def _to_cover(self, bound: Binding, groups: Groups, with_state: WithState, needs: Needs) -> Needs:
+        """All that a step may update; where there is too little room, those that were thawed only if one `needs` it."""
+        try:
+            self._check_fits_now(groups, with_state)
+        except CapacityError:
+            spared = {id(p) for p in (bound.members[at].parameter for at in bound.thawed(groups)) if not needs(p)}
+            if not spared:
+                raise
+
+            def is_not_spared(parameter: Tensor) -> bool:
+                return needs_state(parameter) and id(parameter) not in spared
+
+            self._check_fits_now(groups, with_state, is_not_spared)
+            return is_not_spared
+        return needs_state
 
     def _policy_now(self) -> TierPolicy:
         """The policy of another binding: with the sizes that tiers were last asked to have, all that is queued done."""

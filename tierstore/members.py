@@ -26,7 +26,7 @@ WithState = Mapping[Any, Collection[str]]
 NONE: WithState = MappingProxyType({})
 
 Needs = Callable[[Tensor], bool]
-"""Whether a parameter that was bound without room for state needs some now."""
+"""Whether a parameter without state needs room for it now."""
 
 ORDINARY = (Tensor, torch.nn.Parameter)
 """Types of tensors that are all there is to them."""
@@ -173,7 +173,9 @@ def refuse_shared_memory(members: Sequence[Member]) -> None:
             )
 
 
-def survey(groups: Sequence[Mapping[str, Any]], rule: Rule, with_state: WithState = NONE) -> list[Member]:
+def survey(
+    groups: Sequence[Mapping[str, Any]], rule: Rule, with_state: WithState = NONE, *, needs: Needs = needs_state
+) -> list[Member]:
     """List the distinct parameters of all groups in order."""
     held = {id(parameter): names for parameter, names in with_state.items()}
     members: dict[int, Member] = {}
@@ -186,7 +188,7 @@ def survey(groups: Sequence[Mapping[str, Any]], rule: Rule, with_state: WithStat
                 parameter,
                 number,
                 name=name or f"param.{len(members)}",
-                is_covered=needs_state(parameter) or id(parameter) in held,
+                is_covered=needs(parameter) or id(parameter) in held,
                 moments=tuple(name for name in rule.moments if name in asked or name in held.get(id(parameter), ())),
                 tier=tier,
             )

@@ -824,6 +824,35 @@ def test_training_goes_on_when_a_parameter_thawed_without_room_is_left_out_or_ha
     optimizer.close()
 
 
+@pytest.mark.parametrize("by", ["requires_grad", "gradient"])
+def test_a_group_that_was_added_before_a_parameter_was_thawed_without_room_changes_nothing(
+    by: str, tmp_path: Path
+) -> None:
+    """State was to be bound anew, for all or not at all: none could be read, and no tier made larger."""
+    parameters, optimizer = thawed_without_room(tmp_path, "gradient")
+    theirs = seeded((20_000,), (20_000,), (50,))
+    reference = torch.optim.AdamW(theirs, lr=1e-2, fused=True)
+    train(reference, theirs[:1], range(2))
+    parameters += [nn.Parameter(theirs[2].detach().clone())]
+    optimizer.add_param_group({"params": parameters[2:]})
+    parameters[1].requires_grad_(by == "requires_grad")
+    step_without_room(optimizer, parameters)
+    assert optimizer.state_dict()["state"].keys() == {0}
+    optimizer.save_checkpoint(tmp_path / "saved")
+    parameters[1].grad = None
+    optimizer.step()
+    set_gradients(theirs, 2)
+    theirs[1].grad = None
+    reference.step()
+    assert_same_parameters(parameters, theirs)
+    assert list(optimizer.state) == [parameters[0], parameters[2]]
+    optimizer.store.resize("cpu", 8 * 16 * KIB)
+    train(optimizer, parameters, [3])
+    train(reference, theirs, [3])
+    assert_same_parameters(parameters, theirs)
+    optimizer.close()
+
+
 @EVERY_TIERS
 @pytest.mark.parametrize("by", ["load", "item", "copy"])
 def test_state_of_a_parameter_frozen_in_the_middle_survives_a_checkpoint(by: str, tiers: str, tmp_path: Path) -> None:
