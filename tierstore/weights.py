@@ -99,7 +99,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for views of the same elements of the same memory."""
-    if not tensor.numel():
+    if tensor.layout is not torch.strided or not tensor.numel():
         return (object(),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
@@ -247,6 +247,12 @@ def _write(number: int, start: int, values: Tensor, sink: Sink) -> None:
 
 def _refuse_what_has_no_values(key: str, value: Tensor, error: type[Exception]) -> None:
     """Raise an error for a tensor without plain values."""
-    if value.is_meta or value.layout is not torch.strided or value.is_quantized:
-        what = "on the meta device and has no values" if value.is_meta else "sparse or quantized"
-        raise error(f"model.{key} is {what}: it can be neither saved nor loaded")
+    if value.is_meta:
+        what = "on the meta device and has no values"
+    elif value.layout is not torch.strided or value.is_quantized:
+        what = "sparse or quantized"
+    elif type(local := local_part(value)).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        what = f"a {type(local).__name__}, a wrapper of other tensors"
+    else:
+        return
+    raise error(f"model.{key} is {what}: it can be neither saved nor loaded")

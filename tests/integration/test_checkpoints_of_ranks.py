@@ -498,6 +498,22 @@ def _unlike_replicas(folder: Path, is_weight: bool, with_model: bool) -> None:
         step(model, optimizer, range(1, 2))
 
 
+def _without_plain_values(folder: Path) -> None:
+    frozen = [torch.eye(3).to_sparse(), torch.ones(3).to_mkldnn(), torch.ones(3, device="meta"), torch.empty(0)]
+    parameters = [nn.Parameter(torch.ones(50)), *(nn.Parameter(values, requires_grad=False) for values in frozen)]
+    with TieredAdamW(parameters, **OPTIONS, policy=policy("cpu-nvme", folder)) as optimizer:
+        parameters[0].grad = torch.ones(50)
+        optimizer.step()
+        optimizer.save_checkpoint(folder / "saved", process_group=dist.group.WORLD)
+        with Reader(folder / "saved") as reader:
+            assert len(reader.entries("params")) == len(parameters)
+
+
+def test_replicas_with_frozen_parameters_of_other_layouts_are_saved_together(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Those have no plain memory to compare. A rank that saved alone could, and ranks together could not."""
+    two_ranks.run(_without_plain_values, tmp_path)
+
+
 @pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("is_weight", [True, False], ids=["weight", "buffer"])
 def test_replicas_that_have_other_weights_are_not_saved_as_one(

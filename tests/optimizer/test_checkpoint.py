@@ -57,6 +57,22 @@ RULES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+class Wrapper(Tensor):
+    """Stands for a tensor that it has, as quantized weights do."""
+
+    wrapped: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Any:
+        wrapper = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        wrapper.wrapped = values
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(func(args[0].wrapped))
+
+
 def made(
     parameters: Any,
     folder: Path,
@@ -422,6 +438,20 @@ class TestModels:
             optimizer.save_checkpoint(tmp_path / "saved", model, extra={"a": object()})
         assert optimizer.load_checkpoint(tmp_path / "saved", model) == 1
         assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "swap"]
+
+    def test_weights_that_wrap_other_tensors_are_refused_at_once(self, tmp_path: Path) -> None:
+        """Two of one shape were taken for one weight in two places, and what was saved could not be loaded."""
+        model, plain = nn.ParameterList(), nn.ParameterList()
+        for number in range(2):
+            values = torch.full((3,), float(number))
+            model.append(nn.Parameter(Wrapper(values), requires_grad=False))
+            plain.append(nn.Parameter(values))
+        optimizer = made(plain.parameters(), tmp_path)
+        with pytest.raises(CheckpointValueError, match=r"model\.0 is a Wrapper, a wrapper of other tensors"):
+            optimizer.save_checkpoint(tmp_path / "saved", model)
+        optimizer.save_checkpoint(tmp_path / "saved", plain)
+        with pytest.raises(StateDictError, match=r"model\.0 is a Wrapper"):
+            made(model.parameters(), tmp_path).load_checkpoint(tmp_path / "saved", model)
 
 
 class TestFaults:
