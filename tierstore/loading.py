@@ -110,6 +110,7 @@ class Load:
                         f"load a checkpoint or a state dict; that allows steps again"
                     )
                 raise
+        held.finish_capture()  # of split masters it wants what the parameters still hold
         self._run(*bound)
 
     def _run(self, binding: Binding | None, handed: Handed | None) -> None:
