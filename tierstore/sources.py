@@ -1,10 +1,10 @@
 """Reads tensors of a checkpoint, or parts of them, in the storage order of whoever takes them, bit by bit.
 
 Who wants a bit says where it goes, and bits that lie together are read at once, in a **window**. Where a part is stored
-as it is wanted, that is a block: threads read it, check it and copy each bit from there straight to its place, while
-the next bits are asked for. What must be put together of several parts is read where it is asked for. Where the order
-is another one, what is wanted of the tensor is read and reordered at once, one tensor at a time, in memory or, if it is
-large, in a mapped file.
+as it is wanted, that is a block: threads read it straight to the places of its bits, or copy each there, and check it,
+while the next bits are asked for. What must be put together of several parts is read where it is asked for. Where the
+order is another one, what is wanted of the tensor is read and reordered at once, one tensor at a time, in memory or, if
+it is large, in a mapped file.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class Window:
         found = []
         for _, _, place in self._bits:
             if not isinstance(place, Tensor) or (place.data_ptr() | place.nbytes) % PAGE_BYTES:
+                return None
+            if place.is_conj() or place.is_neg():  # its memory holds something else than its values
                 return None
             found.append(place.detach().view(torch.uint8).numpy())
         return found

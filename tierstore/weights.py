@@ -132,7 +132,7 @@ class Restoration:
         self._others = {key: v for key, v in decode_others(path, stored["others"]).items() if select(key)}
         self._entries = source.reader.entries(SECTION)
         self._straight: deque[tuple[int, Part, Tensor]] = deque()  # numbers, what of them, and their places, 1-D
-        self._under_way: deque[tuple[list[Window], int]] = deque()  # and the bytes in them
+        self._under_way: deque[tuple[list[Window], range]] = deque()  # and the addresses of the bytes in them
         self._rest: dict[str, Any] = dict(self._others)
         self._refuse_another()
 
@@ -165,14 +165,21 @@ class Restoration:
 
     @torch.no_grad()
     def ask(self, tell: Callable[[int], None]) -> Iterator[None]:
-        """Ask for what is read straight to its place, part by part, on one thread; wait for none of the last few."""
+        """Ask for what is read straight to its place, part by part, on one thread; wait for none of the last few.
+
+        Where two share memory, as tied weights that were saved as two, the second is not under way beside the first.
+        """
         while self._straight:
             number, wanted, flat = self._straight.popleft()
+            torch.autograd.graph.increment_version(flat)  # reading does not, and a graph that has kept it must hear
             size = PART_BYTES // flat.dtype.itemsize
             for start in range(0, len(flat), size):
                 part = flat[start : start + size]
+                memory = range(part.data_ptr(), part.data_ptr() + part.nbytes)
+                while any(memory.start < other.stop and other.start < memory.stop for _, other in self._under_way):
+                    self._wait(len(self._under_way) - 1, tell)
                 windows = self._source.want(SECTION, number, VALUES, wanted, start, len(part), part)
-                self._under_way.append((windows, part.nbytes))
+                self._under_way.append((windows, memory))
                 self._wait(MOST_PARTS, tell)
                 yield
 
@@ -207,11 +214,11 @@ class Restoration:
     def _wait(self, most: int, tell: Callable[[int], None]) -> None:
         """Wait until no more parts than that are under way."""
         while len(self._under_way) > most:
-            windows, nbytes = self._under_way.popleft()
+            windows, memory = self._under_way.popleft()
             for window in windows:
                 window.begin()
                 window.wait()
-            tell(nbytes)
+            tell(len(memory))
 
     def _refuse_another(self) -> None:
         stored = {**self._keys, **self._others}

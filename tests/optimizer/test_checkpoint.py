@@ -6,6 +6,8 @@ Every test that saves reads back from the disk what another optimizer, made anew
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ from tests.optimizer.cases import (
 )
 from tests.optimizer.settings import go_on, network
 from tierstore import checkpoint
-from tierstore.checkpoint.reader import Reader
+from tierstore.checkpoint.blocks import Places
+from tierstore.checkpoint.parts import Part
+from tierstore.checkpoint.reader import Reader, StoredBlocks, Use
+from tierstore.contents import Header
 from tierstore.errors import (
     CheckpointValueError,
     DamagedCheckpointError,
@@ -34,7 +39,11 @@ from tierstore.errors import (
     NoCheckpointError,
     StateDictError,
 )
+from tierstore.mapping import map_host_memory
 from tierstore.optimizer import TieredAdam, TieredAdamW, TieredLAMB, TieredLion, TieredSGD
+from tierstore.results import Results
+from tierstore.sources import Source
+from tierstore.weights import Restoration
 
 SHAPES: list[tuple[int, ...]] = [(3000,), (512,), (40, 50), (), (0, 3), (20_000,)]
 TIERS = ["cpu", "cpu nvme", "gpu cpu nvme"]
@@ -46,6 +55,8 @@ MODES: dict[str, tuple[torch.dtype, dict[str, str]]] = {
     "split, low moments": (torch.bfloat16, {"master": "split", "moments": "parameter"}),
     "no master": (torch.bfloat16, {"master": "none", "moments": "parameter"}),
 }
+PAGES_ELEMENTS = 100 * 1024
+"""Whole pages of any dtype, and more than is read where it is asked for."""
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (TieredAdamW, {}),
     "AdamW amsgrad": (TieredAdamW, {"amsgrad": True}),
@@ -96,6 +107,43 @@ class Weighted(nn.Module):
     def __init__(self, parameters: list[Parameter]) -> None:
         super().__init__()
         self.weights = nn.ParameterList(parameters)
+
+
+class PatientReader(Reader):
+    """Knows, of each tensor of the model that is read on threads, how many readings nobody had waited for by then."""
+
+    def __init__(self, path: Path) -> None:
+        self.unwaited = 0
+        self.unwaited_at: dict[int, int] = {}
+        super().__init__(path)
+
+    def blocks(self, section: str, number: int, field: str, wanted: Part) -> StoredBlocks | None:
+        blocks = super().blocks(section, number, field, wanted)
+        return blocks and StoredBlocks(blocks.elements, partial(self._begin_noted, number, blocks.begin))
+
+    def _begin_noted(self, tensor: int, begin: Any, number: int, use: Use, places: Places | None) -> Any:
+        if (reading := begin(number, use, places)) is None:
+            return None
+        self.unwaited_at[tensor], self.unwaited = self.unwaited, self.unwaited + 1
+        return Waited(reading, self)
+
+
+class Waited(Future[None]):
+    """Tells a PatientReader when it is waited for."""
+
+    def __init__(self, reading: Future[None], reader: PatientReader) -> None:
+        super().__init__()
+        self._reading = reading
+        self._reader = reader
+
+    def result(self, timeout: float | None = None) -> None:
+        self._reading.result(timeout)
+        self._reader.unwaited -= 1
+
+
+def in_pages(values: Tensor) -> Tensor:
+    """The same in memory of its own, from a page's beginning on."""
+    return map_host_memory(values.nbytes).view(values.dtype).copy_(values)
 
 
 def straight(folder: Path, steps: int, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[list[Parameter], Any]:
@@ -452,6 +500,48 @@ class TestModels:
         optimizer.save_checkpoint(tmp_path / "saved", plain)
         with pytest.raises(StateDictError, match=r"model\.0 is a Wrapper"):
             made(model.parameters(), tmp_path).load_checkpoint(tmp_path / "saved", model)
+
+    @pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+    def test_a_buffer_whose_memory_holds_something_else_than_its_values_gets_its_values(
+        self, view: Any, tmp_path: Path
+    ) -> None:
+        """Of whole pages, which values are read straight to where that is the same."""
+
+        def model(seed: int) -> nn.Module:
+            made_of = nn.Linear(3, 3)
+            values = torch.randn(PAGES_ELEMENTS, 2, generator=torch.Generator().manual_seed(seed))
+            made_of.register_buffer("lazy", view(in_pages(torch.view_as_complex(values))))
+            return made_of
+
+        one, other = model(1), model(2)
+        made(one.parameters(), tmp_path).save_checkpoint(tmp_path / "saved", one)
+        made(other.parameters(), tmp_path).load_checkpoint(tmp_path / "saved", other)
+        assert torch.equal(other.lazy.resolve_conj().resolve_neg(), one.lazy.resolve_conj().resolve_neg())
+
+    def test_a_graph_from_before_a_load_hears_that_weights_were_changed(self, tmp_path: Path) -> None:
+        """They are read into memory that autograd does not see written to."""
+        parameters = [Parameter(in_pages(torch.ones(PAGES_ELEMENTS)))]
+        optimizer = made(parameters, tmp_path)
+        optimizer.save_checkpoint(tmp_path / "saved", Weighted(parameters))
+        loss = (parameters[0] * parameters[0]).sum()
+        optimizer.load_checkpoint(tmp_path / "saved", Weighted(parameters))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_tied_weights_that_were_saved_as_two_are_loaded_one_after_the_other(self, tmp_path: Path) -> None:
+        """What both were read into at once was neither, and no longer what its checksum says."""
+        optimizer, saved = made([Parameter(torch.ones(3))], tmp_path), Weighted(seeded((PAGES_ELEMENTS,), (3,)))
+        saved.weights.append(Parameter(torch.ones(PAGES_ELEMENTS)))
+        optimizer.save_checkpoint(tmp_path / "saved", saved)
+        weight = Parameter(in_pages(torch.zeros(PAGES_ELEMENTS)))
+        tied = Weighted([weight, Parameter(torch.zeros(3)), weight])
+        with PatientReader(tmp_path / "saved") as reader:
+            source = Source(reader, Results(1 << 20))
+            restoration = Restoration(tied, Header.of(reader.path, reader.header), source, lambda key: True)
+            restoration.begin(lambda nbytes: None)
+            restoration.finish(lambda nbytes: None)
+            assert reader.unwaited_at == {0: 0, 2: 0}
+        assert_same_parameters(list(tied.parameters()), list(saved.parameters())[:0:-1])
 
 
 class TestFaults:
