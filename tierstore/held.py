@@ -39,6 +39,7 @@ from tierstore.members import (
     local_of,
     may_still_be_sharded,
     needs_state,
+    needs_state_now,
     nothing_needs,
     survey,
 )
@@ -168,7 +169,7 @@ class Held:
         self._let_leave(groups)
         returned = {p: state for p, state in self.aside.items() if self.knows(groups, p)}
         covered = {**with_state, **(self.pending or {}), **returned}
-        if self.binding is None or self._handed is None or not self.binding.is_current(groups, covered, needs=needs):
+        if self.binding is None or self._handed is None or not self._is_current(self.binding, groups, covered, needs):
             to_cover = self._unbind(groups, covered, needs)
             covered = {**with_state, **(self.pending or {}), **returned}
             self.binding = Binding(groups, self.rule, self.policy, self.parts, with_state=covered, needs=to_cover)
@@ -180,6 +181,20 @@ class Held:
         if returned:
             self._take_back(self.binding, self._handed, returned)
         return self.binding, self._handed
+
+    def _is_current(self, binding: Binding, groups: Groups, covered: WithState, needs: Needs) -> bool:
+        """Whether a binding has room for all that `needs` it; for a step, also for what a later one may, if it fits."""
+        if needs is not needs_state_now:
+            return binding.is_current(groups, covered, needs=needs)
+        if binding.is_current(groups, covered):
+            return True
+        if not binding.is_current(groups, covered, needs=needs):
+            return False
+        try:
+            self._check_fits_now(groups, {**binding.with_state(), **covered})
+        except CapacityError:
+            return True
+        return False
 
     def bound_for(self, groups: Groups, parameter: object, *, is_written: bool) -> tuple[Binding, Handed, int]:
         """The binding and the parameter's position; looks at the other parameters only if this one has changed.

@@ -159,9 +159,10 @@ class Restoration:
             if _memory(local_part(target)) not in own:  # made by a hook: only its module knows where the values belong
                 device = target.device if is_sharded(target) else "cpu"
                 target = self._rest[key] = torch.empty_like(target, device=device)
-            if (alike := (number, *identity(local_part(target)))) not in loaded:
+            local = local_part(target)
+            if (alike := (number, *identity(local))) not in loaded:
                 loaded.add(alike)
-                self._place(number, local_part(target), entry_of("", target, whole_of(target)).part, tell)
+                self._place(number, local, entry_of("", local, whole_of(target)).part, tell)
 
     @torch.no_grad()
     def ask(self, tell: Callable[[int], None]) -> Iterator[None]:

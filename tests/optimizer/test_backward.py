@@ -398,6 +398,29 @@ def test_chunks_are_read_and_updated_before_backward_is_over(tmp_path: Path) -> 
         assert (happened.index("update") < happened.index("backward is over")) == bool(step)
 
 
+def test_a_parameter_that_was_thawed_and_has_no_gradient_yet_keeps_one_backward_from_updating(tmp_path: Path) -> None:
+    """The step after it makes room for its state."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(60, 60) for _ in range(6)))
+    thawed = nn.Parameter(torch.ones(3000), requires_grad=False)
+    optimizer = TellingAdamW([*net.parameters(), thawed], policy=policy(tmp_path))
+    has_updated = []
+    for step in range(5):
+        thawed.requires_grad_(step >= 2)
+        optimizer.zero_grad()
+        Telling.happened.clear()
+        inputs = torch.ones(2, 60, requires_grad=True)
+        if step in (1, 3, 4):
+            Telling.updated.clear()
+            inputs.register_hook(wait_for_an_update)
+        net(inputs).square().sum().backward()
+        Telling.happened.append("backward is over")
+        optimizer.step()
+        happened = [what for what in Telling.happened if what != "read"]
+        has_updated.append(happened.index("update") < happened.index("backward is over"))
+    assert has_updated == [False, True, False, True, True]
+
+
 def tell_of_waits(changed: threading.Condition) -> threading.Event:
     """Have a condition tell while somebody waits on it."""
     waiting, wait = threading.Event(), changed.wait
