@@ -39,6 +39,7 @@ from tierstore.errors import (
     NoCheckpointError,
     StateDictError,
 )
+from tierstore.export.wrapped import tiered_of
 from tierstore.mapping import map_host_memory
 from tierstore.optimizer import TieredAdam, TieredAdamW, TieredLAMB, TieredLion, TieredSGD
 from tierstore.results import Results
@@ -567,6 +568,7 @@ class TestFaults:
         with pytest.raises(FailedStepError, match="not saved over a checkpoint"):
             another.save_checkpoint(tmp_path / "good")
         assert_state_is_lost(another, "broke off half-way, and there is no state of .* load a checkpoint")
+        assert list(tiered_of([optimizer, another])) == [optimizer]
         another.store.check()
         another.load_checkpoint(tmp_path / "good")
         assert_same_saved(another.state_dict(), optimizer.state_dict())

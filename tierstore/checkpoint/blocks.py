@@ -110,14 +110,14 @@ class Blocks:
                 self._under_way.notify_all()
 
 
-def checksum(*pieces: Any) -> bytes:
+def checksum(*buffers: Any) -> bytes:
     """The crc32c of bytes, as it is stored behind them. Takes arrays and bytes; no writable memoryview."""
     found, unlocked = 0, _unlocked_crc32c()
-    for piece in pieces:
-        if unlocked is None or not isinstance(piece, np.ndarray):
-            found = google_crc32c.extend(found, piece)
+    for one in buffers:
+        if unlocked is None or not isinstance(one, np.ndarray):
+            found = google_crc32c.extend(found, one)
         else:
-            found = unlocked(found, piece.ctypes.data, piece.nbytes)
+            found = unlocked(found, one.ctypes.data, one.nbytes)
     return found.to_bytes(CHECKSUM_BYTES, "little")
 
 
@@ -181,7 +181,7 @@ class Places:
     memories: Sequence[Buffer]
 
     def around(self, geometry: Geometry, offset: int, nbytes: int, buffer: Buffer) -> list[Buffer] | None:
-        """Pieces of memory that a stored block can be read to at once: what is not wanted, and the sum, to `buffer`.
+        """Buffers that a stored block can be read to at once: what is not wanted, and the sum, to `buffer`.
 
         None if it cannot: what is stored are not the values, or does not begin where a page of the file does; or there
         are so many places that to copy it takes less.
@@ -195,9 +195,9 @@ class Places:
         return [*([buffer[: self.skipped]] if self.skipped else []), *self.memories, behind]
 
 
-def check_pieces(where: str, pieces: Sequence[Buffer], nbytes: int) -> None:
-    """Verify a block of so many bytes, its checksum among them, that lies in pieces. Raises DamagedCheckpointError."""
-    *before, last = pieces
+def check_scattered(where: str, buffers: Sequence[Buffer], nbytes: int) -> None:
+    """Verify a block of so many bytes, its checksum among them, over several buffers. Raises DamagedCheckpointError."""
+    *before, last = buffers
     end = nbytes - sum(map(len, before))
     found = checksum(*before, last[: end - CHECKSUM_BYTES])
     _check(where, found, last[end - CHECKSUM_BYTES : end].tobytes())

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tierstore.checkpoint import extra
-from tierstore.checkpoint.blocks import Blocks, Buffer, Places, check_pieces, checksum, decode
+from tierstore.checkpoint.blocks import Blocks, Buffer, Places, check_scattered, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files, resolved
@@ -219,12 +219,12 @@ class Reader:
         where = f"{self.path}/{file}, elements {begin:,} to {end:,}"
 
         def work(buffer: Buffer) -> None:
-            pieces = None if places is None else places.around(array.geometry, offset, nbytes, buffer)
-            if pieces is None:
+            buffers = None if places is None else places.around(array.geometry, offset, nbytes, buffer)
+            if buffers is None:
                 use(decode(where, array.geometry, self.tree.read_into(file, offset, nbytes, buffer)))
             else:
-                self.tree.read_pieces(file, offset, nbytes, pieces)
-                check_pieces(where, pieces, nbytes)
+                self.tree.read_scattered(file, offset, nbytes, buffers)
+                check_scattered(where, buffers, nbytes)
 
         return work
 

@@ -95,20 +95,20 @@ class Tree:
         """Read a part of a file into a page-aligned buffer with two pages to spare; return where it lies there."""
         begin = offset // PAGE_BYTES * PAGE_BYTES
         length = -(-(offset + nbytes - begin) // PAGE_BYTES) * PAGE_BYTES
-        self.read_pieces(name, begin, offset - begin + nbytes, [buffer[:length]])
+        self.read_scattered(name, begin, offset - begin + nbytes, [buffer[:length]])
         return buffer[offset - begin :][:nbytes]
 
-    def read_pieces(self, name: str, offset: int, nbytes: int, pieces: Sequence[Buffer]) -> None:
-        """Read a part of a file, from a page's beginning on, into several pieces of memory: whole pages of its own."""
+    def read_scattered(self, name: str, offset: int, nbytes: int, buffers: Sequence[Buffer]) -> None:
+        """Read a part of a file, from a page's beginning on, into several buffers: whole pages of its own."""
         flags = os.O_DIRECT if self._direct else 0
         with self._told(name, "the file cannot be read"):
             try:
-                found = self._fill(name, offset, pieces, nbytes, flags)
+                found = self._fill(name, offset, buffers, nbytes, flags)
             except OSError as error:
                 if error.errno != errno.EINVAL or not flags:  # whatever other threads have found out meanwhile
                     raise
                 self._direct = False
-                found = self._fill(name, offset, pieces, nbytes, 0)
+                found = self._fill(name, offset, buffers, nbytes, 0)
         if found < nbytes:
             raise DamagedCheckpointError(f"{self.path}/{name} ended after {offset + found:,} bytes")
 
@@ -123,8 +123,8 @@ class Tree:
                 f"{self.path}/{name} is missing: the checkpoint is not complete, or was removed while it was read"
             ) from error
 
-    def _fill(self, name: str, offset: int, pieces: Sequence[Buffer], wanted: int, flags: int) -> int:
-        left: list[Any] = list(pieces)
+    def _fill(self, name: str, offset: int, buffers: Sequence[Buffer], wanted: int, flags: int) -> int:
+        left: list[Any] = list(buffers)
         fd = self._open(name, flags)
         try:
             found = 0
