@@ -131,7 +131,7 @@ class Restoration:
         self._keys = {key: number for key, number in stored["keys"].items() if select(key)}
         self._others = {key: v for key, v in decode_others(path, stored["others"]).items() if select(key)}
         self._entries = source.reader.entries(SECTION)
-        self._straight: deque[tuple[int, Part, Tensor]] = deque()  # numbers, what of them, and their places, 1-D
+        self._straight: deque[tuple[int, Part, int, Tensor]] = deque()  # number, what of it, from where on, 1-D place
         self._under_way: deque[tuple[list[Window], range]] = deque()  # and the addresses of the bytes in them
         self._rest: dict[str, Any] = dict(self._others)
         self._refuse_another()
@@ -144,7 +144,7 @@ class Restoration:
     @property
     def parts(self) -> int:
         """How many `ask` asks for."""
-        return sum(-(-flat.nbytes // PART_BYTES) for _, _, flat in self._straight)
+        return len(self._straight)
 
     @torch.no_grad()
     def begin(self, tell: Callable[[int], None]) -> None:
@@ -171,18 +171,15 @@ class Restoration:
         Where two share memory, as tied weights that were saved as two, the second is not under way beside the first.
         """
         while self._straight:
-            number, wanted, flat = self._straight.popleft()
-            torch.autograd.graph.increment_version(flat)  # reading does not, and a graph that has kept it must hear
-            size = PART_BYTES // flat.dtype.itemsize
-            for start in range(0, len(flat), size):
-                part = flat[start : start + size]
-                memory = range(part.data_ptr(), part.data_ptr() + part.nbytes)
-                while any(memory.start < other.stop and other.start < memory.stop for _, other in self._under_way):
-                    self._wait(len(self._under_way) - 1, tell)
-                windows = self._source.want(SECTION, number, VALUES, wanted, start, len(part), part)
-                self._under_way.append((windows, memory))
-                self._wait(MOST_PARTS, tell)
-                yield
+            number, wanted, start, part = self._straight.popleft()
+            torch.autograd.graph.increment_version(part)  # reading does not, and a graph that has kept it must hear
+            memory = range(part.data_ptr(), part.data_ptr() + part.nbytes)
+            while any(memory.start < other.stop and other.start < memory.stop for _, other in self._under_way):
+                self._wait(len(self._under_way) - 1, tell)
+            windows = self._source.want(SECTION, number, VALUES, wanted, start, len(part), part)
+            self._under_way.append((windows, memory))
+            self._wait(MOST_PARTS, tell)
+            yield
 
     @torch.no_grad()
     def finish(self, tell: Callable[[int], None]) -> None:
@@ -197,11 +194,13 @@ class Restoration:
     def _place(self, number: int, target: Tensor, wanted: Part, tell: Callable[[int], None]) -> None:
         """Note where a tensor's values go, or read and copy them now."""
         dtype, flat = self._entries[number].fields[VALUES], storage_order(target)
+        size = PART_BYTES // dtype.itemsize
         if flat is not None and flat.dtype == dtype and flat.device.type == "cpu":
-            self._straight.append((number, wanted, flat))
+            parts = ((number, wanted, start, flat[start : start + size]) for start in range(0, len(flat), size))
+            self._straight.extend(parts)
             return
         dense = torch.empty_strided(target.shape, wanted.stride, dtype=target.dtype) if flat is None else target
-        flat, size = storage_order(dense), PART_BYTES // dtype.itemsize
+        flat = storage_order(dense)
         assert flat is not None
         for start in range(0, len(flat), size):
             part = flat[start : start + size]
