@@ -8,6 +8,7 @@ all rounds together; rates, and the share of the raw device, are medians over th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +84,7 @@ QUICK = Sizes(chunks=(16 << 10, 64 << 10), depths=(1, 4), chunk=32 << 10, volume
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One thing that is measured; `paths` is how many of the folders are used."""
+    """One thing that is measured; `paths` is how many of the folders are used; `checks`: with `io.checksum`."""
 
     route: tuple[str, ...]
     chunk: int
@@ -91,6 +92,7 @@ class Point:
     engine: str = "auto"
     beside: str = "idle"
     paths: int = 1
+    checks: bool = False
 
     @property
     def kind(self) -> Kind | None:
@@ -110,7 +112,11 @@ def points(sizes: Sizes, paths: int) -> dict[str, list[Point]]:
             for chunk in (sizes.chunks if len(point.route) == 2 else (sizes.chunk,))
         ],
         "depth": [replace(point, depth=depth) for point in files for depth in sizes.depths],
-        "engine": [replace(point, engine=e) for point in files for e in ("threads", "libaio", "aiofiles")],
+        "engine": [
+            replace(point, engine=engine, checks=checks)
+            for point in files
+            for engine, checks in itertools.product(("threads", "libaio", "aiofiles"), (False, True))
+        ],
         "beside": [
             replace(point, beside=beside)
             for point in (*files, *(Point(route, sizes.chunk) for route in STAGED_ROUTES))
@@ -137,7 +143,7 @@ def measure(sizes: Sizes, folders: Sequence[Path], rounds: int, *, is_real: bool
         benchmark="swap_latency",
         question="how long do chunks take between tiers, and how much of the raw device is that?",
         options={"rounds": rounds, "volume": sizes.volume, "paths": len(folders), "quick": not is_real},
-        environment=environment(folders, policy_for(("gpu", "cpu", "nvme"), sizes.chunk, several, "auto")),
+        environment=environment(folders, policy_for(("gpu", "cpu", "nvme"), sizes.chunk, several)),
         raw=tuple({**_shape(key), **_rates(found[key])} for key in shapes)
         + (_fio(folders[0], sizes) if is_real else ()),
         tables=(
@@ -153,7 +159,7 @@ def main(
     folder: Folders = None,
     rounds: Rounds = 3,
     volume: Annotated[
-        int, typer.Option(min=1, help="MiB that a measurement moves; needs 20 times that of memory.")
+        int, typer.Option(min=1, help="MiB that a measurement moves; needs 22 times that of memory.")
     ] = 256,
     quick: Quick = False,
     json: Json = None,
@@ -241,10 +247,11 @@ class _Rig:
 
     def _stage(self, point: Point) -> Stage:
         names = tuple(name for name in ("gpu", "cpu", "nvme") if name in point.route)
-        key = (names, point.chunk, point.engine, point.paths)
+        key = (names, point.chunk, point.engine, point.paths, point.checks)
         if key not in self._stages:
             count, folders = self._sizes.count(point.chunk), self._folders[: point.paths]
-            stage = Stage(names, chunk_bytes=point.chunk, chunks=count, folders=folders, engine=point.engine)
+            io = {"engine": point.engine, "checksum": point.checks}
+            stage = Stage(names, chunk_bytes=point.chunk, chunks=count, folders=folders, io=io)
             self._closing.callback(stage.close)
             self._stages[key] = stage
         return self._stages[key]
@@ -255,7 +262,7 @@ def _described(point: Point) -> dict[str, Any]:
         "route": "->".join(point.route),
         "chunk size": point.chunk,
         "depth": point.depth,
-        "engine": f"{point.engine}, buffered" if point.engine == "aiofiles" else point.engine,
+        "engine": ", ".join(_words_of(point)),
         "beside": point.beside,
         "paths": point.paths,
     }
@@ -263,6 +270,14 @@ def _described(point: Point) -> dict[str, Any]:
 
 def _absent(point: Point) -> dict[str, Any]:
     return _described(point) | {"engine": f"{point.engine}: not here"}
+
+
+def _words_of(point: Point) -> Iterator[str]:
+    yield point.engine
+    if point.engine == "aiofiles":
+        yield "buffered"
+    if point.checks:
+        yield "checksums"
 
 
 def _rates(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,21 @@ from tierstore.tiers import MemoryTier, Tier
 from tierstore.transfer import Ticket
 
 
-def policy_for(tiers: Sequence[str], chunk_bytes: int, folders: Sequence[Path], engine: str) -> dict[str, Any]:
-    """A policy with these tiers; host memory stands in for a gpu where there is none."""
+def policy_for(
+    tiers: Sequence[str], chunk_bytes: int, folders: Sequence[Path], io: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A policy with these tiers, `io` those of its files; host memory stands in for a gpu where there is none."""
     stand_in = {} if present_accelerator() is not None else {"device": "cpu"}
     settings: dict[str, dict[str, Any]] = {
         "gpu": stand_in,
         "cpu": {},
-        "nvme": {"paths": [str(folder) for folder in folders], "io": {"engine": engine}},
+        "nvme": {"paths": [str(folder) for folder in folders], "io": dict(io or {})},
     }
     return {"chunk_size": chunk_bytes, "tiers": {name: settings[name] for name in tiers}}
 
 
 class Stage:
-    """`chunks` chunks of `chunk_bytes` in the tiers `names`; give it back with `close`."""
+    """`chunks` chunks of `chunk_bytes` in the tiers `names`, files as `io` says; give it back with `close`."""
 
     def __init__(
         self,
@@ -48,12 +50,12 @@ class Stage:
         chunk_bytes: int,
         chunks: int,
         folders: Sequence[Path],
-        engine: str,
+        io: Mapping[str, Any],
         parts: Parts | None = None,
     ) -> None:
         self._device = present_accelerator() or torch.device("cpu")
         self._chunk_bytes = chunk_bytes
-        policy = TierPolicy.load(policy_for(names, chunk_bytes, folders, engine))
+        policy = TierPolicy.load(policy_for(names, chunk_bytes, folders, io))
         plant = plan_plant(policy, [self._device], parts)
         self._setup = plant.build({name: Room(chunks) for name in names}, chunk_bytes)
         self._places: dict[str, list[tuple[Tier, Extent]]] = {

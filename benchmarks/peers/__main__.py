@@ -15,7 +15,7 @@ import torch
 import typer
 
 from benchmarks.harness import Folders, Json, Plot, Quick, RawDevice, Rounds, command, folders_of, interleave, publish
-from benchmarks.peers.contenders import contenders_for
+from benchmarks.peers.contenders import contenders_for, with_memory
 from benchmarks.peers.process import Contender, Peer
 from benchmarks.peers.report import Figures, draw, report_of
 from benchmarks.peers.work import Work, reference_weights
@@ -62,11 +62,13 @@ def main(
 def measure(work: Work, contenders: Sequence[Contender], folder: Path, *, rounds: int, steps: int) -> Figures:
     """Run all contenders in interleaved rounds, the raw device among them, and compare every weight at the end."""
     with tempfile.TemporaryDirectory(dir=folder) as inside, contextlib.ExitStack() as stack:
-        place, peers = Path(inside), dict[str, Peer]()
-        for number, contender in enumerate(contenders):
-            _say(f"starting {contender.name}")
-            peer = peers[contender.name] = stack.enter_context(Peer(contender, work, place / str(number), _variables()))
-            peer.steps(WARM_UP)
+        place, peers, seen = Path(inside), dict[str, Peer](), dict[str, int]()
+        for number, row in enumerate(contenders):
+            _say(f"starting {row.name}")
+            contender = with_memory(row, seen)
+            peer = peers[row.name] = stack.enter_context(Peer(contender, work, place / str(number), _variables()))
+            if (warmed := peer.steps(WARM_UP)) is not None:
+                seen[row.name] = warmed["peak_bytes"] - work.given_bytes
         raw = stack.enter_context(RawDevice([folder], min(RAW_BYTES, work.state_bytes)))
         turns: dict[str, Any] = {name: partial(peer.steps, steps) for name, peer in peers.items()}
         turns[RAW] = partial(raw.measure, "mixed", RAW_REQUEST, RAW_DEPTH)

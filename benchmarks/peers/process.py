@@ -28,6 +28,7 @@ class Contender:
     """One row: a system of the runner, how much host memory its optimizer may take, and its own options.
 
     `beside` names the row that its parameters/s are divided by, and `target` is what that ratio is to reach.
+    `memory_of` names one that was started before: the budget is what that was seen to take.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
     beside: str = ""
     target: float | None = None
+    memory_of: str = ""
 
 
 class Peer:

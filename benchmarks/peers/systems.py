@@ -127,6 +127,13 @@ class Tierstore(WithTorchsOptimizer):
 
     writes_on = True
 
+    @classmethod
+    def load(cls, job: Job) -> None:
+        """Refuse a budget of nothing. Raises AbsentError."""
+        if not job.budget_bytes:
+            raise AbsentError("its memory is to be what another row takes, and that is not here")
+        super().load(job)
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.parameters = made_parameters(job.work, self.gradients)

@@ -13,8 +13,9 @@ import torch
 from benchmarks.harness import Report, VerificationError, command
 from benchmarks.harness.rawdevice import Sample
 from benchmarks.peers.__main__ import main
+from benchmarks.peers.contenders import BESIDE_THE_TIER, contenders_for, with_memory
 from benchmarks.peers.process import Contender
-from benchmarks.peers.report import Figures, report_of
+from benchmarks.peers.report import Figures, checks_of, report_of
 from benchmarks.peers.runner import Runner
 from benchmarks.peers.work import Work, compare, reference_weights
 from benchmarks.peers.zero3 import BUFFERS, configured, sub_group_size
@@ -138,6 +139,28 @@ class TestReport:
         made.rounds["ours"][0]["peak_bytes"] = 901 + work.given_bytes
         assert made.least_that_takes_no_less("ours") is None
 
+    @pytest.mark.parametrize(("ours", "seen"), [(600, "2.00"), (601, "-")])
+    def test_a_row_with_the_memory_of_another_is_judged_if_it_took_no_more(
+        self, ours: int, seen: str, tmp_path: Path
+    ) -> None:
+        work = Work(1, 64)
+        (row, theirs) = (
+            Contender("ours", "tierstore", 0, {}, "theirs", 2.0, memory_of="theirs"),
+            Contender("theirs", "deepspeed", 0, {}, "theirs"),
+        )
+        taken = {"ours": (ours, 1.0), "theirs": (600, 2.0)}
+        made = Figures(
+            work=work,
+            folder=tmp_path,
+            steps=1,
+            peers={"ours": (row, {}, ""), "theirs": (theirs, {}, "")},
+            rounds={n: [{"peak_bytes": p + work.given_bytes, "seconds": [s]}] for n, (p, s) in taken.items()},
+            raw=[],
+            ends={"ours": {}, "theirs": {}},
+        )
+        (check,) = checks_of(made, "ours")
+        assert check.seen == seen
+
     def test_other_bits_than_promised_are_no_result(self, tmp_path: Path) -> None:
         begun, taken, end = through(Work(1, 32), "mapped", tmp_path)
         wrong = {**end, "compared": {"differing": 0.1, "drift": 0.0}}
@@ -147,6 +170,22 @@ class TestReport:
 
 def _begun(made: Figures, found: dict[str, Any]) -> dict[str, Any]:
     return {n: (c, found[n][0] if n in found else {}, trouble) for n, (c, _, trouble) in made.peers.items()}
+
+
+class TestMemory:
+    def test_a_row_may_have_the_memory_that_another_was_seen_to_take(self) -> None:
+        rows = list(contenders_for(Work(1, 64), {"least": 1 << 20}))
+        (row,) = [row for row in rows if row.memory_of]
+        assert with_memory(row, {row.memory_of: 1 << 30}).budget_bytes == (1 << 30) - BESIDE_THE_TIER
+        assert [with_memory(other, {row.memory_of: 1 << 30}) for other in rows if other is not row] == [
+            other for other in rows if other is not row
+        ]
+
+    def test_where_that_is_not_here_the_row_says_so(self, tmp_path: Path) -> None:
+        (row,) = [row for row in contenders_for(Work(1, 64), {"least": 1 << 20}) if row.memory_of]
+        job = {"system": row.system, "work": Work(1, 64).to_dict(), "folder": str(tmp_path), "options": {}}
+        made = Runner({**job, "budget_bytes": with_memory(row, {}).budget_bytes})
+        assert "another row" in made.obey({"do": "begin"})["absent"]
 
 
 class TestDeepSpeedsConfiguration:

@@ -182,7 +182,9 @@ class TestVerification:
 
     def test_a_move_that_moves_too_little_is_found(self, tmp_path: Path) -> None:
         parts = Parts(open_transfer=ShortTransfer)
-        stage = Stage(("cpu", "nvme"), chunk_bytes=CHUNK, chunks=4, folders=[tmp_path], engine="threads", parts=parts)
+        stage = Stage(
+            ("cpu", "nvme"), chunk_bytes=CHUNK, chunks=4, folders=[tmp_path], io={"engine": "threads"}, parts=parts
+        )
         with pytest.raises(VerificationError, match="cpu->nvme with threads: block 4 differs from byte 4096 of"):
             stage.move(("cpu", "nvme"), 2)
         stage.close()
