@@ -15,6 +15,8 @@ import torch
 import typer
 
 from benchmarks.harness import Folders, Json, Plot, Quick, RawDevice, Rounds, command, folders_of, interleave, publish
+from benchmarks.harness.fragments import fragmented as fragments
+from benchmarks.harness.fragments import whole_share
 from benchmarks.peers.contenders import contenders_for, with_memory
 from benchmarks.peers.process import Contender, Peer
 from benchmarks.peers.report import Figures, draw, report_of
@@ -22,6 +24,8 @@ from benchmarks.peers.work import Work, reference_weights
 
 WARM_UP = 2
 """Steps before the first round: the first makes the state, the second finds the files written."""
+WATCHED = 3
+"""Steps after those whose memory is sampled."""
 RAW_BYTES, RAW_REQUEST, RAW_DEPTH = 256 << 20, 8 << 20, 8
 RAW = "raw device"
 VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -40,6 +44,12 @@ def main(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Rows whose name begins so; more than once.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each system in a round.")] = 2,
+    fragmented: Annotated[
+        bool,
+        typer.Option(
+            "--fragmented", help="Start all in free memory that is in pieces, as after long use; takes half of it."
+        ),
+    ] = False,
     rounds: Rounds = 5,
     folder: Folders = None,
     quick: Quick = False,
@@ -55,20 +65,31 @@ def main(
     chosen = [c for c in contenders_for(work, budgets) if c.name.startswith(tuple(only or [""]))]
     if not chosen:
         raise typer.BadParameter(f"no row begins with {' or '.join(only or [])}", param_hint="--only")
-    figures = measure(work, chosen, folders_of(folder)[0], rounds=rounds, steps=steps)
+    places = folders_of(folder)
+    figures = measure(work, chosen, places[0], rounds=rounds, steps=steps, in_fragments=fragmented)
     publish(report_of(figures), json=json, plot=plot, draw=draw)
 
 
-def measure(work: Work, contenders: Sequence[Contender], folder: Path, *, rounds: int, steps: int) -> Figures:
+def measure(
+    work: Work, contenders: Sequence[Contender], folder: Path, *, rounds: int, steps: int, in_fragments: bool = False
+) -> Figures:
     """Run all contenders in interleaved rounds, the raw device among them, and compare every weight at the end."""
     with tempfile.TemporaryDirectory(dir=folder) as inside, contextlib.ExitStack() as stack:
         place, peers, seen = Path(inside), dict[str, Peer](), dict[str, int]()
+        pieces = stack.enter_context(contextlib.ExitStack())
+        if in_fragments:
+            _say("breaking up free memory")
+            pieces.enter_context(fragments())
+        whole = whole_share()
         for number, row in enumerate(contenders):
             _say(f"starting {row.name}")
             contender = with_memory(row, seen)
             peer = peers[row.name] = stack.enter_context(Peer(contender, work, place / str(number), _variables()))
-            if (warmed := peer.steps(WARM_UP)) is not None:
-                seen[row.name] = warmed["peak_bytes"] - work.given_bytes
+            peer.steps(WARM_UP)
+            peer.watch_memory(WATCHED)
+            if peer.begun is not None and not peer.trouble:
+                seen[row.name] = peer.begun["peak_bytes"] - work.given_bytes
+        pieces.close()
         raw = stack.enter_context(RawDevice([folder], min(RAW_BYTES, work.state_bytes)))
         turns: dict[str, Any] = {name: partial(peer.steps, steps) for name, peer in peers.items()}
         turns[RAW] = partial(raw.measure, "mixed", RAW_REQUEST, RAW_DEPTH)
@@ -84,6 +105,8 @@ def measure(work: Work, contenders: Sequence[Contender], folder: Path, *, rounds
             rounds={name: taken for name, taken in found.items() if name != RAW},
             raw=found[RAW],
             ends=ends,
+            in_fragments=in_fragments,
+            whole=whole,
         )
 
 

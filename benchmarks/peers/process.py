@@ -76,6 +76,13 @@ class Peer:
         self.steps_taken += answer["taken"] if answer is not None else 0
         return answer
 
+    def watch_memory(self, count: int) -> None:
+        """Take `count` steps, and keep the most memory there was in one as `peak_bytes` of what the peer began with."""
+        answer = self._order({"do": "memory", "count": count})
+        if answer is not None:
+            self.steps_taken += answer["taken"]
+            self.begun = {**(self.begun or {}), "peak_bytes": answer["peak_bytes"]}
+
     def finish(self, reference: Path) -> dict[str, Any] | None:
         """Compare the weights, end the process, and add what it left in its folder; None if the peer is in trouble."""
         answer = self._order({"do": "finish", "reference": str(reference)})

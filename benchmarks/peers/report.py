@@ -6,7 +6,7 @@ Knows no process and measures nothing: figures in, a report out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,10 @@ COST = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured: per row its contender, what beginning took, what is wrong with it, its rounds and its end."""
+    """What was measured: per row its contender, what beginning took, what is wrong with it, its rounds and its end.
+
+    `whole`: the share of free memory in blocks of a huge page or more when the first began.
+    """
 
     work: Work
     folder: Path
@@ -60,6 +63,8 @@ class Figures:
     rounds: Mapping[str, Sequence[Mapping[str, Any] | None]]
     raw: Sequence[Sample]
     ends: Mapping[str, Mapping[str, Any] | None]
+    in_fragments: bool = False
+    whole: float | None = None
 
     def is_whole(self, name: str) -> bool:
         """Whether a row was measured in every round and compared at the end."""
@@ -96,8 +101,8 @@ class Figures:
         return ratio([m / s for m, s in zip(moved, seconds, strict=True)], [sample.rate for sample in self.raw])
 
     def seen_bytes(self, name: str) -> int:
-        """Most anonymous memory in any step, over one copy of parameters and gradients where those are on the host."""
-        peak: int = max(taken["peak_bytes"] for taken in self._taken(name))
+        """Most anonymous memory in a step, over one copy of parameters and gradients where those are on the host."""
+        peak: int = self.peers[name][1]["peak_bytes"]
         return peak - self.work.given_bytes
 
     def least_that_takes_no_less(self, name: str) -> str | None:
@@ -131,7 +136,8 @@ def report_of(figures: Figures) -> Report:
     return Report(
         benchmark="peers",
         question="how fast is the same optimizer step with the peers, in the same memory, on the same disk?",
-        options={"work": work.to_dict(), "rounds": len(figures.raw), "steps": figures.steps},
+        options={"work": work.to_dict(), "rounds": len(figures.raw), "steps": figures.steps}
+        | ({"fragmented": True} if figures.in_fragments else {}),
         environment=environment([figures.folder]),
         tables=(
             Table(
@@ -142,9 +148,20 @@ def report_of(figures: Figures) -> Report:
         verified=f"{work.numel:,} weights of each of {len(whole)} systems against torch's fused AdamW",
         raw=({"kind": "mixed", "gb_per_s": median([sample.rate for sample in figures.raw]) / 1e9},),
         checks=tuple(itertools.chain.from_iterable(checks_of(figures, name) for name in figures.peers)),
-        notes=(f"DeepSpeed's operators took {max(builds):.0f} s to build, once",) if any(builds) else (),
+        notes=tuple(_notes(figures, builds)),
         extra={name: _extra(figures, name) for name in whole},
     )
+
+
+def _notes(figures: Figures, builds: Sequence[float]) -> Iterator[str]:
+    if any(builds):
+        yield f"DeepSpeed's operators took {max(builds):.0f} s to build, once"
+    if figures.whole is not None:
+        how = "broken up on purpose" if figures.in_fragments else "as it was"
+        yield (
+            f"free memory was {how}: {figures.whole:.0%} of it was in blocks of a huge page or more when the systems "
+            f"began. Buffers on small pages, DeepSpeed's for one, are the slower the less that is"
+        )
 
 
 NOTE_SPEED = (

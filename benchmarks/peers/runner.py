@@ -1,9 +1,10 @@
 """One peer's process: takes a job as a line of JSON on standard input, then orders, and answers each with a line.
 
-Orders: `{"do": "steps", "count": n}` takes steps and tells their seconds and bytes; `{"do": "finish", "reference":
-path}` compares the weights and ends. Whatever a peer prints goes to standard error. Bytes are the kernel's count for
-this process of what reached a block device; memory is anonymous and shared memory that is resident, sampled, since the
-kernel keeps a peak only of both and file pages together.
+Orders: `{"do": "steps", "count": n}` takes steps and tells their seconds and bytes; `memory` takes steps and tells the
+most memory there was; `{"do": "finish", "reference": path}` compares the weights and ends. Whatever a peer prints goes
+to standard error. Bytes are the kernel's count for this process of what reached a block device; memory is anonymous and
+shared memory that is resident, sampled, since the kernel keeps a peak only of both and file pages together. Sampling
+takes time, so that no step is timed beside it, this process's or another's.
 """
 
 from __future__ import annotations
@@ -46,12 +47,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     runner = Runner(json.loads(sys.stdin.readline()))
-    with runner.memory:
-        for line in _and_then(sys.stdin):
-            order = json.loads(line)
-            answers.write(json.dumps(runner.obey(order)) + "\n")
-            if order["do"] == "finish":
-                return
+    for line in _and_then(sys.stdin):
+        order = json.loads(line)
+        answers.write(json.dumps(runner.obey(order)) + "\n")
+        if order["do"] == "finish":
+            return
 
 
 def _and_then(orders: Iterable[str]) -> Iterator[str]:
@@ -64,11 +64,11 @@ class Runner:
     """Makes a system, drives it, and measures."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.memory = PeakMemory()
         self._job = Job(
             job["system"], Work(**job["work"]), job["budget_bytes"], Path(job["folder"]), dict(job["options"])
         )
         self._system: System | None = None
+        self._bytes_before = 0
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         """Carry out one order; a system's error is an answer too."""
@@ -87,13 +87,19 @@ class Runner:
         system, began = SYSTEMS[self._job.system], time.perf_counter()
         system.load(self._job)
         loaded = time.perf_counter()
-        self.memory.begin()
+        self._bytes_before = resident_bytes()
         self._system = system(self._job)
-        return {
-            "load_seconds": loaded - began,
-            "begin_seconds": time.perf_counter() - loaded,
-            "begin_peak_bytes": self.memory.peak(),
-        }
+        return {"load_seconds": loaded - began, "begin_seconds": time.perf_counter() - loaded}
+
+    def _memory(self, count: int) -> dict[str, Any]:
+        """Take `count` steps, each after a backward; answer the most memory there was, over that before the begin."""
+        system = self._made()
+        with PeakMemory() as memory:
+            for _ in range(count):
+                system.backward()
+                system.step()
+        system.settle()
+        return {"taken": count, "peak_bytes": memory.peak_bytes - self._bytes_before}
 
     def _steps(self, count: int) -> dict[str, Any]:
         """Take `count` steps back to back, then as many each after a backward; `taken` tells how many in all.
@@ -102,7 +108,6 @@ class Runner:
         the end of one step to the end of another, and leaves out no byte of a whole step.
         """
         system = self._made()
-        self.memory.watch()
         taken = self._lead_in()
         begun, backward_seconds, backward_moved, seconds = Moved.now(), 0.0, Moved(), []
         for _ in range(count):
@@ -123,7 +128,6 @@ class Runner:
             "taken": taken,
             "seconds": seconds,
             "iteration_seconds": iterations_seconds / count,
-            "peak_bytes": self.memory.peak(),
             "step": moved.per(count),
             "backward": backward_moved.per(count),
         }
@@ -198,9 +202,9 @@ class PeakMemory:
     """Samples how much anonymous and shared memory this process has, from a thread of its own."""
 
     def __init__(self) -> None:
+        self.peak_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._before = self._peak = 0
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -210,21 +214,11 @@ class PeakMemory:
         self._stop.set()
         self._thread.join()
 
-    def begin(self) -> None:
-        """Count from what there is now."""
-        self._before = self._peak = resident_bytes()
-
-    def peak(self) -> int:
-        """Answer the most there was over the beginning since `watch`."""
-        return max(self._peak, resident_bytes()) - self._before
-
-    def watch(self) -> None:
-        """Forget what was before."""
-        self._peak = 0
-
     def _sample(self) -> None:
-        while not self._stop.wait(SAMPLING_SECONDS):
-            self._peak = max(self._peak, resident_bytes())
+        is_over = False
+        while not is_over:
+            self.peak_bytes = max(self.peak_bytes, resident_bytes())
+            is_over = self._stop.wait(SAMPLING_SECONDS)
 
 
 def resident_bytes() -> int:
