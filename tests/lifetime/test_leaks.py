@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ KIB = 1 << 10
 CHUNK = 16 * KIB
 MOST_GROWN_KIB = 2 * KIB
 """Of anonymous memory: what the allocator may take its time to use again. A leak of 1 KiB a step shows."""
+COLLECTED = 100
+"""Optimizers after which what is unreachable goes at the latest; how much waits for that takes hundreds to settle."""
+M_ARENA_MAX = -8
+"""Of glibc's mallopt."""
 
 
 def long(*values: Any) -> Any:
@@ -67,7 +72,15 @@ def test_hundreds_of_checkpoints_leave_nothing_but_the_newest(count: int, tmp_pa
 # -- in the process ---------------------------------------------------------------------------------------------
 
 
+def use_one_heap() -> None:
+    """Let all threads allocate from one heap; what one of many has left in its own is used again by chance only."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)
+
+
 def many_steps(folder: Path, update: str, steps: int) -> tuple[Taken, Taken]:
+    use_one_heap()
     model, optimizer = made(folder, update)
     for step in range(steps):
         if step == min(steps // 2, 500):  # the first ones fill what is kept
@@ -83,8 +96,11 @@ def many_steps(folder: Path, update: str, steps: int) -> tuple[Taken, Taken]:
 
 
 def many_optimizers(folder: Path, rounds: int) -> tuple[Taken, Taken]:
+    use_one_heap()
     for number in range(2 * rounds):
-        if number == rounds:  # threads come and go, and it takes a while until each finds memory that another has left
+        if number % COLLECTED == 0:
+            gc.collect()
+        if number == rounds:  # it takes a while until what comes finds the memory that others have left
             first = Taken.now()
         model, optimizer = made(folder, "backward" if number % 2 else "step")
         for _ in range(3):
@@ -100,6 +116,7 @@ def many_optimizers(folder: Path, rounds: int) -> tuple[Taken, Taken]:
 
 
 def many_checkpoints(folder: Path, count: int) -> tuple[Taken, Taken]:
+    use_one_heap()
     model, optimizer = made(folder, "step")
     kept = folder / "kept"
     kept.mkdir()
