@@ -79,7 +79,7 @@ class Binding:
         self.position = {id(member.parameter): number for number, member in enumerate(self.members)}
         self.steps = StepCounts()
         self.unbegun: set[int] = set()  # of those, the ones whose state was without moments: the next step begins them
-        self.half_loaded = frozenset[int]()  # those that a load of some parameters broke off at
+        self.half_loaded = frozenset[int | str]()  # what a load broke off at: those parameters, and keys of a model
         blueprint = draw(self.members, groups, policy, parts).tuned()
         self.rule = rule
         self.policy = policy

@@ -68,7 +68,7 @@ class Held:
         self.binding: Binding | None = None
         self.pending: dict[Tensor, Mapping[str, Any]] | None = None
         self.refusal: str | None = None
-        """Why there is no state until another load: one from a checkpoint broke off before its state had a place."""
+        """Why there is no state, and no step, until another load of all: one broke off before its state had a place."""
         self.scratch = Scratch()
         self.is_reversed = False
         self.parts = parts
@@ -242,10 +242,11 @@ class Held:
         if self.refusal is not None:
             raise FailedStepError(self.refusal)
         binding = self.binding if self.pending is None else None
-        if binding is not None and binding.half_loaded and not binding.steps:
+        lost = [] if binding is None else sorted(at for at in binding.half_loaded if isinstance(at, int))
+        if binding is not None and lost and not binding.steps:
             raise FailedStepError(
-                f"a load broke off half-way, and there is no state of {binding.names_of(sorted(binding.half_loaded))}: "
-                f"load a checkpoint or a state dict"
+                f"a load broke off half-way, and there is no state of {binding.names_of(lost)}: load "
+                f"a checkpoint or a state dict"
             )
 
     def raise_save_error(self) -> None:

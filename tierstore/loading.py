@@ -97,6 +97,8 @@ class Load:
             pairs = zip(checked, optimizer.param_groups, strict=True)
             optimizer.check_fits([{**new, "params": group["params"]} for new, group in pairs], with_state)
             optimizer.load_without_binding(packed)
+        elif held.refusal is not None:
+            raise FailedStepError(held.refusal)
         else:
             optimizer.check_fits(optimizer.param_groups, {**_held_by(held), **with_state})
         bound: tuple[Binding, Handed] | tuple[None, None] = None, None
@@ -111,32 +113,40 @@ class Load:
                     )
                 raise
         held.finish_capture()  # of split masters it wants what the parameters still hold
-        self._run(*bound)
+        self._run(held, *bound)
 
-    def _run(self, binding: Binding | None, handed: Handed | None) -> None:
-        """Write weights and state. What breaks off half-way leaves the store refusing steps until a load succeeds."""
+    def _run(self, held: Held, binding: Binding | None, handed: Handed | None) -> None:
+        """Write weights and state. What breaks off half-way leaves steps refused until a load succeeds."""
         self._refuse_after_failure(binding)
         try:
             self._write(binding, handed)
         except BaseException as error:
-            if binding is not None:
-                binding.half_loaded |= frozenset(self.match.numbers)
-                binding.store.fail(
-                    f"loading {self.path} broke off ({error}), so parameters and state no longer belong to one step: "
-                    f"load a checkpoint; that allows steps again"
-                )
+            reason = (
+                f"loading {self.path} broke off ({error}), so parameters and state no longer belong to one step: "
+                f"load a checkpoint; that allows steps again"
+            )
+            if binding is None:
+                held.refusal = reason
+            else:
+                binding.half_loaded |= self._targets
+                binding.store.fail(reason)
             raise
 
     def _refuse_after_failure(self, binding: Binding | None) -> None:
         """Raise FailedStepError if more is wrong than what this load puts right."""
         if binding is None or binding.store.broken_off is None:
             return
-        if not binding.half_loaded or not binding.half_loaded <= self.match.numbers.keys():
+        if not binding.half_loaded or not binding.half_loaded <= self._targets:
             raise FailedStepError(
                 "a step or a load broke off half-way: load all of a checkpoint, or at least all that load was to load"
             )
         binding.half_loaded = frozenset()
         binding.store.forgive()
+
+    @property
+    def _targets(self) -> frozenset[int | str]:
+        """What is loaded: parameters by position, the tensors of a model by key."""
+        return frozenset(self.match.numbers) | (self.weights.keys if self.weights else frozenset())
 
     def _write(self, binding: Binding | None, handed: Handed | None) -> None:
         weights, filling = self.weights, None

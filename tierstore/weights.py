@@ -137,6 +137,11 @@ class Restoration:
         self._refuse_another()
 
     @property
+    def keys(self) -> frozenset[str]:
+        """Those of the tensors to be loaded."""
+        return frozenset(self._keys)
+
+    @property
     def nbytes(self) -> int:
         """Bytes to be read."""
         return sum(self._entries[number].nbytes for number in self._keys.values())
@@ -242,6 +247,7 @@ class Restoration:
                     f"model.{key} has shape {tuple(value.shape)}, and {entry.shape} in {self._source.reader.path}"
                 )
             _refuse_what_has_no_values(key, value, StateDictError)
+            _refuse_what_cannot_be_written(key, local_part(value))
 
 
 def _memory(tensor: Tensor) -> tuple[torch.device, int]:
@@ -263,3 +269,14 @@ def _refuse_what_has_no_values(key: str, value: Tensor, error: type[Exception]) 
     else:
         return
     raise error(f"model.{key} is {what}: it can be neither saved nor loaded")
+
+
+def _refuse_what_cannot_be_written(key: str, tensor: Tensor) -> None:
+    """Raise StateDictError for a tensor that torch lets nobody write to."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        what = "expanded, so that its elements share memory"
+    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+        what = "made in inference mode"
+    else:
+        return
+    raise StateDictError(f"model.{key} is {what}: nothing can be loaded into it; clone() it first")

@@ -519,6 +519,25 @@ class TestModels:
         made(other.parameters(), tmp_path).load_checkpoint(tmp_path / "saved", other)
         assert torch.equal(other.lazy.resolve_conj().resolve_neg(), one.lazy.resolve_conj().resolve_neg())
 
+    def test_what_nobody_can_write_to_is_refused_before_anything_changes(self, tmp_path: Path) -> None:
+        """Torch refused it when all state was gone and other weights were loaded."""
+        with torch.inference_mode():
+            inferred = torch.randn(500)
+        for number, buffer in enumerate([torch.randn(1).expand(500), inferred]):
+            model, twin = network(), network(seed=1)
+            optimizer, another = made(model.parameters(), tmp_path), made(twin.parameters(), tmp_path)
+            for one in (model, twin):
+                one.register_buffer("strange", buffer)
+            go_on(model, optimizer, range(2))
+            go_on(twin, another, range(1))
+            optimizer.save_checkpoint(tmp_path / str(number), model)
+            with (
+                nothing_changes(another),
+                pytest.raises(StateDictError, match=r"model\.strange is .*nothing can be loaded into it"),
+            ):
+                another.load_checkpoint(tmp_path / str(number), twin)
+            another.step()
+
     def test_a_graph_from_before_a_load_hears_that_weights_were_changed(self, tmp_path: Path) -> None:
         """They are read into memory that autograd does not see written to."""
         parameters = [Parameter(in_pages(torch.ones(PAGES_ELEMENTS)))]
@@ -546,9 +565,9 @@ class TestModels:
 
 
 class TestFaults:
-    def damage(self, path: Path, number: int, field: str) -> None:
+    def damage(self, path: Path, number: int, field: str, section: str = "params") -> None:
         """Flip a bit in the middle of one field's only block."""
-        (file,) = [file for file in (path / "params" / f"{number:06d}" / field).iterdir() if file.name != "zarr.json"]
+        (file,) = [file for file in (path / section / f"{number:06d}" / field).iterdir() if file.name != "zarr.json"]
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
@@ -614,6 +633,50 @@ class TestFaults:
             another.load_checkpoint(tmp_path / "good", params="2.*")
         another.load_checkpoint(tmp_path / "good", params="*.*")
         another.step()
+
+    @pytest.mark.parametrize("which", ["0.weight", "2.bias"])
+    def test_weights_that_a_pattern_left_half_loaded_are_put_right_by_loading_them(
+        self, which: str, tmp_path: Path
+    ) -> None:
+        """Also those that the optimizer does not have, which no load of a part put right; and not by state alone."""
+        model, twin = network(), network(seed=1)
+        optimizer, another = (made(list(one.named_parameters())[1:3], tmp_path) for one in (model, twin))  # 0.*
+        go_on(model, optimizer, range(2))
+        go_on(twin, another, range(1))
+        for name in ("good", "bad"):
+            optimizer.save_checkpoint(tmp_path / name, model)
+        self.damage(tmp_path / "bad", list(model.state_dict()).index(which), "values", "model")
+        pattern = f"{which[0]}.*"
+        with pytest.raises(DamagedCheckpointError):
+            another.load_checkpoint(tmp_path / "bad", twin, params=pattern)
+        with pytest.raises(FailedStepError, match=r"loading .* broke off"):
+            another.step()
+        for less, params in [(twin, "*.weight"), (None, "*")]:
+            with pytest.raises(FailedStepError, match="at least all that load was to load"):
+                another.load_checkpoint(tmp_path / "good", less, params=params)
+        another.load_checkpoint(tmp_path / "good", twin, params=pattern)
+        another.step()
+
+    def test_weights_that_are_half_loaded_where_there_is_no_state_refuse_steps_too(self, tmp_path: Path) -> None:
+        """Nothing was bound that could refuse them, and half of a model was saved over a checkpoint."""
+        model, twin = network(), network(seed=1)
+        optimizer, another = made(model.parameters(), tmp_path), made(twin.parameters(), tmp_path)
+        for path in (tmp_path / "good", tmp_path / "bad"):
+            optimizer.save_checkpoint(path, model)
+        self.damage(tmp_path / "bad", list(model.state_dict()).index("2.weight"), "values", "model")
+        for how in ({}, {"params": "2.*"}):
+            with pytest.raises(DamagedCheckpointError):
+                another.load_checkpoint(tmp_path / "bad", twin, **how)
+            for refused in (
+                lambda: go_on(twin, another, range(1)),
+                lambda: another.save_checkpoint(tmp_path / "good", twin),
+                lambda: another.load_checkpoint(tmp_path / "good", twin, params="2.*"),
+            ):
+                with pytest.raises(FailedStepError, match="broke off"):
+                    refused()
+            another.load_checkpoint(tmp_path / "good", twin)
+            assert_same_parameters(list(twin.parameters()), list(model.parameters()))
+        go_on(twin, another, range(1))
 
     def test_a_step_that_broke_off_is_put_right_by_a_whole_load_alone(self, tmp_path: Path) -> None:
         parameters, optimizer = straight(tmp_path, 2)
