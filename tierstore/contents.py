@@ -55,7 +55,7 @@ class Header:
             found = cls(str(header["algorithm"]), header["is_named"] is True, groups, header["model"])
         except (KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{path}: its header is not that of an optimizer ({error!r})") from error
-        if found.model is not None and not all(isinstance(found.model.get(key), dict) for key in ("keys", "others")):
+        if found.model is not None and not _is_of_model(found.model):
             raise DamagedCheckpointError(f"{path}: its header has no keys of the model")
         return found
 
@@ -151,6 +151,13 @@ def is_sharded(tensor: Tensor) -> bool:
 def field_dtype(member: Member, dtype: torch.dtype) -> torch.dtype:
     """What a field of a complex parameter's state is to others, which is kept as pairs of real numbers."""
     return _COMPLEX[dtype] if member.dtype.is_complex else dtype
+
+
+def _is_of_model(model: Json) -> bool:
+    """Whether this says which tensors and what else a model has."""
+    if not isinstance(model, dict) or not all(isinstance(model.get(name), dict) for name in ("keys", "others")):
+        return False
+    return all(type(number) is int for number in model["keys"].values())
 
 
 def _group(path: str, group: Mapping[str, Json]) -> tuple[dict[str, Any], tuple[int, ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tierstore.checkpoint.entries import Entry
 from tierstore.contents import Groups, Header, entry_of, part_of
-from tierstore.errors import StateDictError
+from tierstore.errors import DamagedCheckpointError, StateDictError
 from tierstore.members import Member
 from tierstore.records import MASTER
 from tierstore.rules import Rule
@@ -80,8 +80,13 @@ class Match:
             return self._entries[number].name
         for options, numbers in self.header.groups:
             if number in numbers:
-                return str(options.get("param_names", {})[numbers.index(number)])
+                return self._name_in(options.get("param_names"), numbers.index(number))
         raise AssertionError(number)
+
+    def _name_in(self, names: object, place: int) -> str:
+        if not isinstance(names, list | tuple) or place >= len(names):
+            raise DamagedCheckpointError(f"{self.path}: a group of its header has more parameters than names of them")
+        return str(names[place])
 
     def _match_by_place(self, names: Sequence[str] | None, select: Select | None) -> None:
         stored, count = self.header.numbers, len(self.members)
