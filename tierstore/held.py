@@ -121,12 +121,17 @@ class Held:
     def check_fits(self, groups: Groups, with_state: WithState = NONE) -> None:
         """Find out before training whether all state will find room; later, for parameters that may still change.
 
+        What was thawed without room, and has no state, needs none before it has a gradient.
         Raises CapacityError or PolicyError; before anything is bound, SwapError or DiskFullError too.
         """
         if any(is_lazy(parameter) for group in groups for parameter in group["params"]):
             return  # of no shape yet
-        if not any(_may_still_change(parameter) for group in groups for parameter in group["params"]):
+        if any(_may_still_change(parameter) for group in groups for parameter in group["params"]):
+            return
+        if self.binding is None:
             self._check_fits_now(groups, with_state)
+        else:
+            self._to_cover(self.binding, groups, with_state, nothing_needs)
 
     def _check_fits_now(self, groups: Groups, with_state: WithState, needs: Needs = needs_state) -> None:
         members = survey(groups, self.rule, with_state, needs=needs)

@@ -778,12 +778,15 @@ def step_without_room(optimizer: TieredAdamW, parameters: list[nn.Parameter]) ->
 
 
 @pytest.mark.parametrize("by", ["requires_grad", "gradient"])
-def test_all_there_is_can_be_read_and_saved_though_a_parameter_was_thawed_without_room(by: str, tmp_path: Path) -> None:
+def test_all_there_is_can_be_read_saved_and_loaded_though_a_parameter_was_thawed_without_room(
+    by: str, tmp_path: Path
+) -> None:
     """Every call was a CapacityError, also those that asked for nothing of it."""
     parameters, optimizer = thawed_without_room(tmp_path, by)
     wanted = optimizer.state_dict()["state"]
     step_without_room(optimizer, parameters)
     optimizer.save_checkpoint(tmp_path / "saved")
+    optimizer.load_checkpoint(tmp_path / "saved")
     for found in (optimizer.state_dict()["state"], copy.deepcopy(optimizer.__getstate__()["state"])):
         (state,) = found.values()
         assert all(same_bits(state[name], value) for name, value in wanted[0].items())
@@ -825,17 +828,16 @@ def test_training_goes_on_when_a_parameter_thawed_without_room_is_left_out_or_ha
 
 
 @pytest.mark.parametrize("by", ["requires_grad", "gradient"])
-def test_a_group_that_was_added_before_a_parameter_was_thawed_without_room_changes_nothing(
+def test_a_group_that_is_added_when_a_parameter_was_thawed_without_room_changes_nothing(
     by: str, tmp_path: Path
 ) -> None:
     """State was to be bound anew, for all or not at all: none could be read, and no tier made larger."""
-    parameters, optimizer = thawed_without_room(tmp_path, "gradient")
+    parameters, optimizer = thawed_without_room(tmp_path, by)
     theirs = seeded((20_000,), (20_000,), (50,))
     reference = torch.optim.AdamW(theirs, lr=1e-2, fused=True)
     train(reference, theirs[:1], range(2))
     parameters += [nn.Parameter(theirs[2].detach().clone())]
     optimizer.add_param_group({"params": parameters[2:]})
-    parameters[1].requires_grad_(by == "requires_grad")
     step_without_room(optimizer, parameters)
     assert optimizer.state_dict()["state"].keys() == {0}
     optimizer.save_checkpoint(tmp_path / "saved")
