@@ -163,7 +163,8 @@ def test_diff_shows_values_and_not_how_they_are_stored(
 def test_an_optimizers_checkpoint_is_the_same_after_a_way_through_a_file_of_torchs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: Any
 ) -> None:
-    model = torch.nn.Linear(3, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight  # tied
     with TieredAdamW(model.named_parameters(), policy={"tiers": {"cpu": {}}}) as optimizer:
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()

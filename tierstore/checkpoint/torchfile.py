@@ -139,12 +139,17 @@ class TorchFile:
     def _take_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         keys: dict[str, int] = {}
         others: dict[str, Any] = {}
+        numbers: dict[tuple[Any, ...], int] = {}  # tied weights, which torch stores once, are one entry
         for key, value in weights.items():
             if not isinstance(value, Tensor):
                 others[key] = _encoded(f"{self.path}: {key}", value)
                 continue
-            keys[key] = len(keys)
-            self._add("model", keys[key], _entry(key, value, {VALUES: value.dtype}, None, {}), {VALUES: value})
+            has_memory = value.layout is torch.strided and value.numel()
+            alike = (value.data_ptr(), value.dtype, value.shape, value.stride()) if has_memory else (key,)
+            if alike not in numbers:
+                numbers[alike] = len(numbers)
+                self._add("model", numbers[alike], _entry(key, value, {VALUES: value.dtype}, None, {}), {VALUES: value})
+            keys[key] = numbers[alike]
         return {"keys": keys, "others": others}
 
     def _add(self, section: str, number: int, entry: Entry, fields: Mapping[str, Tensor]) -> None:
