@@ -17,10 +17,10 @@ from tierstore.checkpoint.examine import Source, Values, differences, problems, 
 from tierstore.checkpoint.opening import open_checkpoint
 from tierstore.checkpoint.reader import Reader
 from tierstore.checkpoint.torchfile import is_torch_file
+from tierstore.demo.words import size
 from tierstore.errors import DamagedCheckpointError
 from tierstore.output import STDOUT, write_json, write_stdout
 from tierstore.progress import Bar
-from tierstore.units import bytes_text
 
 MOST_HEADER = 2000
 """Characters of the header that are shown; JSON has all of it."""
@@ -59,7 +59,7 @@ def show_problems(path: Path, *, json: str | None) -> bool:
             found = list(problems(path, bar.add))
     except DamagedCheckpointError as error:
         found, nbytes = [str(error)], 0
-    lines = found or [f"{path} is complete and sound: {bytes_text(nbytes)} of values"]
+    lines = found or [f"{path} is complete and sound: {size(nbytes)} of values"]
     if json != STDOUT:
         write_stdout(lambda: _print_lines(lines))
     write_json(json, {"path": str(path), "ok": not found, "problems": found, "bytes": nbytes})
@@ -92,7 +92,7 @@ def show_conversion(source: Path, target: Path, *, nd: bool, compression: Litera
         else:
             to_torch(opened, target, tell=bar.add)
         nbytes = total_bytes(opened)
-    write_stdout(lambda: _print_lines([f"{target}: {bytes_text(nbytes)} of values written"]))
+    write_stdout(lambda: _print_lines([f"{target}: {size(nbytes)} of values written"]))
 
 
 def _console() -> Console:
@@ -126,7 +126,7 @@ def _tree(
     nbytes: int,
     found: dict[str, dict[int, tuple[Entry, dict[str, Values]]]],
 ) -> Tree:
-    tree = Tree(Text(f"{path}  {bytes_text(nbytes)}"))
+    tree = Tree(Text(f"{path}  {size(nbytes)}"))
     for name, value in about.items():
         tree.add(Text(f"{name}: {value}", style="dim"))
     text = json_format.dumps(header, default=str)
@@ -134,14 +134,14 @@ def _tree(
     for section, entries in found.items():
         if not entries:
             continue
-        size = sum(entry.nbytes for entry, _ in entries.values())
-        branch = tree.add(Text(f"{section}  {len(entries):,} of {bytes_text(size)}"))
+        section_bytes = sum(entry.nbytes for entry, _ in entries.values())
+        branch = tree.add(Text(f"{section}  {len(entries):,} of {size(section_bytes)}"))
         for number, (entry, fields) in entries.items():
             step = "" if entry.step is None else f"  step {entry.step:g}"
             dtype = str(entry.dtype).removeprefix("torch.")
             node = branch.add(Text(f"{node_name(number)} {entry.name}  {list(entry.shape)} {dtype}{step}"))
             for name, values in fields.items():
-                node.add(Text(f"{name}  {values.dtype}  {bytes_text(values.nbytes)}{_norm(values)}"))
+                node.add(Text(f"{name}  {values.dtype}  {size(values.nbytes)}{_norm(values)}"))
     return tree
 
 

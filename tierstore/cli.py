@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -320,7 +321,7 @@ def _run_demo(options: Options) -> int:
 def _with_value(arguments: Sequence[str], option: str, value: str) -> list[str]:
     """Give an option whose value may be left out its `value` where no other follows."""
     completed = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in pairwise([*arguments, "--"]):
         is_bare = argument == option and following != value and following.startswith("-")
         completed.append(f"{option}={value}" if is_bare else argument)
     return completed

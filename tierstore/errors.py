@@ -155,3 +155,8 @@ class RanksError(CheckpointError, RuntimeError):
 
 class InvariantError(TierstoreError, AssertionError):
     """The store's own records contradict each other."""
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says; its class where it says nothing, as Ctrl-C does."""
+    return str(error) or type(error).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierstore.binding import Binding
-from tierstore.errors import FailedStepError
+from tierstore.errors import FailedStepError, text_of
 from tierstore.update import StepWork
 
 
@@ -25,7 +25,7 @@ def tell_failure(binding: Binding, works: Sequence[StepWork], error: BaseExcepti
         f"{gone}; in part: {binding.names_of(sorted(touched - finished))}; all others not. Load parameters and "
         f"optimizer state from a checkpoint: load_state_dict() allows steps again"
     )
-    failure = f"an earlier step broke off ({error}), so {story}"
+    failure = f"an earlier step broke off ({text_of(error)}), so {story}"
     binding.store.fail(failure)
     error.add_note(f"this step broke off, so {story}")
     return failure

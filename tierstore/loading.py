@@ -24,7 +24,7 @@ from tierstore.binding import Binding
 from tierstore.capture import SECTION
 from tierstore.contents import Groups, Header, names_of, part_of
 from tierstore.cores import leaving_one_free
-from tierstore.errors import FailedStepError, StateDictError, TransferError
+from tierstore.errors import FailedStepError, StateDictError, TransferError, text_of
 from tierstore.handed import Handed
 from tierstore.held import Held
 from tierstore.layout import Chunk, Span, as_real
@@ -108,8 +108,8 @@ class Load:
             except BaseException as error:
                 if self.is_whole:  # all other state has made room for it, and may not be begun anew unnoticed
                     held.refusal = (
-                        f"loading {self.path} broke off ({error}), and the state that was there before is gone: "
-                        f"load a checkpoint or a state dict; that allows steps again"
+                        f"loading {self.path} broke off ({text_of(error)}), and the state that was there before is "
+                        f"gone: load a checkpoint or a state dict; that allows steps again"
                     )
                 raise
         held.finish_capture()  # of split masters it wants what the parameters still hold
@@ -122,8 +122,8 @@ class Load:
             self._write(binding, handed)
         except BaseException as error:
             reason = (
-                f"loading {self.path} broke off ({error}), so parameters and state no longer belong to one step: "
-                f"load a checkpoint; that allows steps again"
+                f"loading {self.path} broke off ({text_of(error)}), so parameters and state no longer belong to one "
+                f"step: load a checkpoint; that allows steps again"
             )
             if binding is None:
                 held.refusal = reason

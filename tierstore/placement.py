@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.errors import CapacityError
+from tierstore.units import MIN_CHUNK_BYTES
 
 ENOUGH_EXTENTS = 3
 """Extents, over and above homes, with which any step can be made in a tier that chunks pass through."""
@@ -98,7 +99,7 @@ def place_homes(needs: Sequence[Need], rooms: Mapping[str, Room], *, order: str,
             return homes
         if not any(kept):
             enough = enough_rooms(wishes, rooms, order)
-            raise CapacityError(_complaint(homes, short, rooms, enough, extent_bytes))
+            raise CapacityError(_complaint(needs, short, rooms, enough, extent_bytes))
         is_any_in_short = not short.keys().isdisjoint(kept)
         kept = [home if is_any_in_short and home not in short else None for home in kept]
 
@@ -256,7 +257,7 @@ def enough_rooms(needs: Sequence[Need], rooms: Mapping[str, Room], order: str) -
 
 
 def _complaint(
-    homes: Sequence[str],
+    needs: Sequence[Need],
     short: Mapping[str, tuple[int, int]],
     rooms: Mapping[str, Room],
     enough: Mapping[str, Room],
@@ -275,5 +276,12 @@ def _complaint(
         for tier, room in enough.items()
         if room != rooms.get(tier)
     ]
-    way_out = "or lower chunk_size" if "nvme" in homes or "nvme" in rooms else "or add the nvme tier"
-    return f"{'; '.join(stories)}: raise {' and '.join(remedies)}, {way_out}"
+    named = {need.named for need in needs}
+    others = []
+    if "nvme" not in rooms and "nvme" not in named:
+        others.append("add the nvme tier")
+    elif any(passing for _, passing in short.values()) and extent_bytes > MIN_CHUNK_BYTES:
+        others.append("lower chunk_size")
+    if "nvme" in rooms and named & (short.keys() - {"nvme"}):
+        others.append("name those tiers for fewer parameters (placement, or a group's tier)")
+    return ", or ".join([f"{'; '.join(stories)}: raise {' and '.join(remedies)}", *others])

@@ -193,12 +193,14 @@ class TierPolicy(_Section):
         *,
         tiers: Sequence[str] | None = None,
     ) -> TierPolicy:
-        """Read a policy from a mapping or a YAML file; `tiers` selects from it. None is every tier with its defaults.
+        """Read a policy from a mapping or a YAML file; `tiers` selects from its tiers, or from all where it names none.
+
+        None is every tier with its defaults.
 
         Raises PolicyError with one line per problem: file (or `policy`), dotted key, what was found, what is allowed.
         """
         name = _source_name(source)
-        policy = source if isinstance(source, TierPolicy) else cls._validate(_settings(source, name), name)
+        policy = source if isinstance(source, TierPolicy) else cls._validate(_settings(source, name, tiers), name)
         if isinstance(source, str | os.PathLike):
             _check_own_file(policy, name)
         return policy if tiers is None else policy._select(tiers, name)
@@ -259,13 +261,14 @@ def _source_name(source: object) -> str:
     return os.path.expanduser(os.fsdecode(source)) if isinstance(source, str | os.PathLike) else "policy"
 
 
-def _settings(source: object, name: str) -> object:
+def _settings(source: object, name: str, selected: object) -> object:
+    all_tiers = {"tiers": {tier: {} for tier in TIER_NAMES}}
     if source is None:
-        return {"tiers": {tier: {} for tier in TIER_NAMES}}
-    if isinstance(source, Mapping):
-        return _with_sections(source)
+        return all_tiers
     if isinstance(source, str | os.PathLike):
-        return _with_sections(_read_yaml(name))
+        source = _read_yaml(name)
+    if isinstance(source, Mapping):
+        return _with_sections(source if selected is None else {**all_tiers, **source})
     raise PolicyError(f"{name}: found {shown(source)}; allowed: a TierPolicy, a mapping, or the path of a YAML file")
 
 

@@ -48,14 +48,22 @@ def policy(tmp_path: Path, **io: Any) -> dict[str, Any]:
 class LateDevice(HostDevice):
     """An accelerator that tells of errors of launched work only when it is waited for."""
 
-    fails = False
+    error: BaseException | None = None
 
     def finish(self) -> None:
-        if self.fails:
-            raise RuntimeError("launched work failed")
+        if self.error is not None:
+            raise self.error
 
 
-def test_an_error_told_after_the_last_chunk_breaks_the_step_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(RuntimeError("launched work failed"), "launched work failed"), (KeyboardInterrupt(), "KeyboardInterrupt")],
+    ids=["words", "none"],
+)
+def test_an_error_told_after_the_last_chunk_breaks_the_step_off(
+    tmp_path: Path, error: BaseException, told: str
+) -> None:
+    """What says nothing, as Ctrl-C does, is told by its class."""
     device = LateDevice("stand-in")
 
     class LateAdamW(TieredAdamW):
@@ -65,11 +73,11 @@ def test_an_error_told_after_the_last_chunk_breaks_the_step_off(tmp_path: Path) 
     three["tiers"]["gpu"] = {"device": "cpu", "capacity": "64KiB"}
     with LateAdamW(parameters(), policy=three) as optimizer:
         optimizer.step()
-        device.fails = True
-        with pytest.raises(RuntimeError, match="launched work failed"):
+        device.error = error
+        with pytest.raises(type(error)):
             optimizer.step()
-        device.fails = False
-        with pytest.raises(FailedStepError, match="broke off"):
+        device.error = None
+        with pytest.raises(FailedStepError, match=rf"broke off \({told}\)"):
             optimizer.step()
 
 

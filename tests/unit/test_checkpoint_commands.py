@@ -42,6 +42,13 @@ def test_inspect_shows_the_tree_with_shapes_steps_and_norms(tmp_path: Path, caps
     assert found["header"] == {"lr": 0.25} and found["bytes"] == 8
 
 
+def test_sizes_have_a_unit_however_crooked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "c", torch.randn(6_000_000), torch.randn(10), torch.randn(10))
+    assert "22.9 MiB of values" in run(capsys, "verify", tmp_path / "c")[1]
+    tree = run(capsys, "inspect", tmp_path / "c")[1]
+    assert "3 of 22.9 MiB" in tree and "exp_avg  float32  40 B" in tree
+
+
 def test_verify_names_all_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "c", torch.randn(6_000_000), torch.randn(10), torch.randn(10))
     assert run(capsys, "verify", tmp_path / "c")[0] == 0

@@ -217,6 +217,14 @@ def test_help_needs_no_torch() -> None:
     assert "--verify" in done.stdout and done.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.parametrize("words", [(), ("checkpoint",)])
+def test_no_command_at_all_shows_those_there_are(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """The first thing that is typed once ended in a traceback."""
+    assert exit_status(*words) == 2
+    printed = capsys.readouterr()
+    assert "Usage" in printed.out + printed.err and "Commands" in printed.out + printed.err
+
+
 def test_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "tierstore", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0.1.0"

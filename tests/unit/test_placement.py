@@ -110,6 +110,34 @@ def test_device_alone_is_home_to_all_it_has_room_for() -> None:
         place(on("gpu", 5), gpu=4, cpu=staging)
 
 
+@pytest.mark.parametrize(
+    ("needs", "rooms", "extent_bytes", "others"),
+    [
+        (on("cpu", 4), {"cpu": 3}, 1 << 20, ", or add the nvme tier"),
+        (on("cpu", 4), {"cpu": 1, "nvme": 8}, 1 << 20, ", or lower chunk_size"),
+        (on("cpu", 4), {"cpu": 1, "nvme": 8}, 16 << 10, ""),  # none is smaller
+        (on("cpu", 4), {"cpu": 3, "nvme": 0}, 1 << 20, ""),
+        (
+            on("cpu", 4, "cpu"),
+            {"cpu": 3, "nvme": 8},
+            1 << 20,
+            ", or name those tiers for fewer parameters (placement, or a group's tier)",
+        ),
+    ],
+)
+def test_a_refusal_offers_only_what_helps(
+    needs: list[Need], rooms: dict[str, int], extent_bytes: int, others: str
+) -> None:
+    with pytest.raises(CapacityError) as raised:
+        place_homes(
+            needs,
+            {tier: Room(extents) for tier, extents in rooms.items()},
+            order="alternating",
+            extent_bytes=extent_bytes,
+        )
+    assert re.fullmatch(rf".*: raise .* to at least [\d,]+ bytes{re.escape(others)}", str(raised.value))
+
+
 def test_no_home_is_in_a_tier_for_staging() -> None:
     staging = Room(3, homes=False)
     for order in ("alternating", "fixed"):

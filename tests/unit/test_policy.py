@@ -243,6 +243,17 @@ def test_tiers_select_from_a_policy_and_keep_its_settings():
     assert full.tiers.names == TIER_NAMES
 
 
+def test_tiers_select_from_all_with_defaults_where_the_policy_names_none(tmp_path):
+    """As in `policy={"update": "backward"}, tiers=["cpu", "nvme"]`; a misspelt section is not taken for none."""
+    wanted = TierPolicy.load({"update": "backward", "tiers": {"cpu": {}, "nvme": {}}})
+    for source in ({"update": "backward"}, write(tmp_path, "update: backward")):
+        assert TierPolicy.load(source, tiers=["cpu", "nvme"]) == wanted
+    with pytest.raises(PolicyError, match="tier: unknown key, did you mean 'tiers'"):
+        TierPolicy.load({"tier": {"cpu": {}}}, tiers=["cpu"])
+    with pytest.raises(PolicyError, match="tiers: found no tier"):
+        TierPolicy.load({"tiers": {}}, tiers=["cpu"])
+
+
 @pytest.mark.parametrize(
     ("tiers", "fragment"),
     [
