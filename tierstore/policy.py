@@ -262,7 +262,7 @@ def _source_name(source: object) -> str:
 
 
 def _settings(source: object, name: str, selected: object) -> object:
-    all_tiers = {"tiers": {tier: {} for tier in TIER_NAMES}}
+    all_tiers: dict[str, Any] = {"tiers": {tier: {} for tier in TIER_NAMES}}
     if source is None:
         return all_tiers
     if isinstance(source, str | os.PathLike):
