@@ -6,6 +6,7 @@ here decides nothing and touches no state.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -66,8 +67,11 @@ class Hooks:
             if hear is not None:
                 hear(parameter)
 
+        self.pauses = 0
+        """How many callers want nothing to be heard now."""
         self._hook = hook
         self._handles: Handles = {}
+        self._beside = weakref.WeakSet[Hooks]()  # those that are, or were, on one of the same parameters
         self._end = weakref.finalize(self, _take_off, self._handles)
         self._end.atexit = False
 
@@ -82,10 +86,28 @@ class Hooks:
             if key not in self._handles:
                 handle = wants.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
                 self._handles[key] = (weakref.ref(wants), handle)
+        for other in _all_hooks:
+            if other is not self and not self._handles.keys().isdisjoint(other._handles):
+                self._beside.add(other)
+                other._beside.add(self)
+        _all_hooks.add(self)
+
+    def is_heard_elsewhere(self, parameter: Tensor) -> bool:
+        """Whether other hooks on this parameter are heard, too; not those of what is garbage by now."""
+        if self._others_on(parameter):
+            gc.collect()  # a scheduler makes an optimizer part of a cycle, which outlives its last name
+        return self._others_on(parameter)
+
+    def _others_on(self, parameter: Tensor) -> bool:
+        there = [other._handles.get(id(parameter)) for other in list(self._beside) if not other.pauses]
+        return any(handle is not None and handle[0]() is parameter for handle in there)
 
     def take_off(self) -> None:
         """Be on no parameter any more."""
         _take_off(self._handles)
+
+
+_all_hooks = weakref.WeakSet[Hooks]()
 
 
 def current_backward() -> int:

@@ -45,7 +45,6 @@ class InBackward:
         self._backward = -1  # the one they are from
         self._options: list[Any] | None = None  # of each group when the first one arrived
         self._expected: tuple[int, ...] = ()  # ids of the parameters that arrived before the last step, in order
-        self._pauses = 0
         self._open: list[Run] = []  # at most one, shared with who ends it when this goes
         self._device: tuple[Binding, Device] | None = None
         self._hooks = Hooks(self._hear)
@@ -66,11 +65,11 @@ class InBackward:
     def paused(self) -> Iterator[None]:
         """Let backwards inside add to gradients, and update nothing."""
         self._refuse_what_was_not_stepped("accumulating() after a backward outside it")
-        self._pauses += 1
+        self._hooks.pauses += 1
         try:
             yield
         finally:
-            self._pauses -= 1
+            self._hooks.pauses -= 1
 
     @contextlib.contextmanager
     def wait_for_run(self, optimizer: object) -> Iterator[StepWork | None]:
@@ -114,12 +113,18 @@ class InBackward:
 
     def _hear(self, parameter: Tensor) -> None:
         """Note that a parameter's gradient is whole; on autograd's thread."""
-        if self._pauses or parameter.grad is None:
+        if self._hooks.pauses or parameter.grad is None:
             return
         backward, key = current_backward(), id(parameter)
         if self._arrivals and (backward != self._backward or key in self._arrivals):
             self._refuse_what_was_not_stepped("a second backward")
         _refuse_what_is_reduced_later(parameter)
+        if not self._arrivals and self._hooks.is_heard_elsewhere(parameter):
+            raise RuntimeError(
+                f"two optimizers with update: backward have a parameter of shape {tuple(parameter.shape)}, and this "
+                f"backward would update it by both: call close() of the one that is not used any more, or use "
+                f"update: step"
+            )
         # the update tells autograd nothing; a graph that has kept the weight for later must not find another one
         torch.autograd.graph.increment_version(parameter)
         arrival = Arrival.of(parameter, self._device_of_gradients())

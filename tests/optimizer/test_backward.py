@@ -878,3 +878,33 @@ def test_ctrl_c_while_a_run_begins_leaves_none_that_nobody_ends(tmp_path: Path) 
         take_step(net, optimizer, step)
         take_step(other, reference, step)
     assert_same(net, optimizer, other, reference)
+
+
+def test_one_backward_never_updates_by_two_optimizers(swap_folder: Path) -> None:
+    """A notebook's cell that is run again makes a new optimizer while the old one still lives, and still hears."""
+    policy = {**small_policy(swap_folder), "update": "backward"}
+    layer, inputs = nn.Linear(64, 64), torch.ones(2, 64)
+
+    def train(optimizer: TieredAdamW) -> None:
+        for _ in range(2):
+            layer(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    old = TieredAdamW(layer.parameters(), policy=policy)
+    train(old)
+    new = TieredAdamW(layer.parameters(), policy=policy)
+    before = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"two optimizers .* shape \(64.*close\(\) of the one"):
+        train(new)
+    assert torch.equal(layer.weight, before)
+    new.zero_grad()
+    with old.accumulating():
+        train(new)
+    old.close()
+    train(new)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(new)  # which makes a cycle, and is not called
+    new = TieredAdamW(layer.parameters(), policy=policy)
+    del scheduler
+    train(new)
+    new.close()
