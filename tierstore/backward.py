@@ -100,7 +100,10 @@ class InBackward:
     def give_up_and_wait(self) -> FailedStepError | None:
         """Let go of an iteration that will not be stepped; returns an error if it has updated anything already."""
         _give_up_and_wait(self._open)
-        error = self._open[0].tell(RuntimeError("backward updated, but step() was not called")) if self._open else None
+        what = RuntimeError(
+            "backward updated, but step() was not called: if another optimizer is used now, close() this one"
+        )
+        error = self._open[0].tell(what) if self._open else None
         self._forget()
         return error
 

@@ -908,3 +908,17 @@ def test_one_backward_never_updates_by_two_optimizers(swap_folder: Path) -> None
     del scheduler
     train(new)
     new.close()
+
+
+def test_an_old_optimizer_that_hears_another_ones_backward_says_to_close_it(swap_folder: Path) -> None:
+    policy = {**small_policy(swap_folder), "update": "backward"}
+    layer, inputs = nn.Linear(64, 64), torch.ones(2, 64)
+    old, new = TieredAdamW(layer.parameters(), policy=policy), torch.optim.AdamW(layer.parameters())
+    for optimizer in (old, old, new):
+        layer(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = layer(inputs).square().mean()
+    with pytest.raises(FailedStepError, match=r"if another optimizer is used now, close\(\) this one"):
+        loss.backward()
+    old.close()
