@@ -27,7 +27,7 @@ from benchmarks.harness.show import print_report
 DATED = "dated"
 STDOUT = "-"
 PLOTS = (".png", ".svg", ".pdf")
-WIDTH = 100
+WIDTH = 140
 
 
 def writable(target: Path | None) -> Path | None:

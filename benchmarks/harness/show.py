@@ -47,7 +47,7 @@ def print_report(console: Console, report: Report) -> None:
         console.print(line, style="dim")
     for table in all_tables(report):
         console.print()
-        console.print(rich_table(table))
+        console.print(rich_table(table), crop=False)
         if table.note:
             console.print(table.note, style="dim")
     console.print()
@@ -106,10 +106,12 @@ def markdown(table: Table) -> str:
 
 
 def rich_table(table: Table) -> RichTable:
-    """A table for a terminal."""
+    """A table for a terminal. In a narrow one names and headings take more lines, so that no figure is cut."""
     rich = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="bold", box=None)
     for column in table.columns:
-        rich.add_column(column.heading, justify="left" if _is_text(table, column) else "right", no_wrap=True)
+        is_text = _is_text(table, column)
+        least = 0 if is_text else max((len(_cell(row, column)) for row in table.rows), default=0)
+        rich.add_column(column.heading, justify="left" if is_text else "right", overflow="fold", min_width=least)
     for row in table.rows:
         rich.add_row(*(_cell(row, column) for column in table.columns))
     return rich

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer import BadParameter
 
 from benchmarks import (
@@ -24,10 +26,23 @@ from benchmarks import (
     step_time,
     swap_latency,
 )
-from benchmarks.harness import Json, Plot, Quick, Report, VerificationError, command, fill, verify
+from benchmarks.harness import (
+    Check,
+    Column,
+    Json,
+    Plot,
+    Quick,
+    Report,
+    Table,
+    VerificationError,
+    command,
+    fill,
+    verify,
+)
 from benchmarks.harness.command import drawable
 from benchmarks.harness.rawdevice import RawDevice
 from benchmarks.harness.routes import Stage
+from benchmarks.harness.show import print_report
 from benchmarks.memory import measure_here
 from benchmarks.retention_model import alternating, belady_hits, hits, play_ours
 from tierstore import calibrate
@@ -254,6 +269,24 @@ class TestResults:
         command(page.main, [f"--results={tmp_path}"])
         text = (tmp_path / "README.md").read_text()
         assert "## retention" in text and "| Belady, fixed |" in text
+
+    @pytest.mark.parametrize("width", [140, 100, 80, 60])
+    def test_no_figure_is_cut_in_a_narrow_terminal(self, width: int) -> None:
+        """Of 797 ms there was 79 to be read, and of the figures to reach neither what was seen nor whether it was."""
+        keys = ["parameters/s", "the step alone", "and backward", "of raw", "CPU s"]
+        rows = tuple(
+            {"system": f"tierstore cpu+nvme, {share}% of state", **dict.fromkeys(keys, 1e5)} for share in (0, 50)
+        )
+        columns = (Column("system", "system"), *(Column(key, key, ",.1f") for key in keys))
+        check = Check(
+            f"{rows[1]['system']}: parameters/s over DeepSpeed's with as large buffers", ">= 3.5", "3.69", True
+        )
+        report = Report("peers", "how fast?", {}, {}, (Table("medians", columns, rows),), "bits", checks=(check,))
+        printed = io.StringIO()
+        print_report(Console(file=printed, width=width), report)
+        text = printed.getvalue()
+        assert text.count("100,000.0") == len(rows) * len(keys)
+        assert all(word in text for word in (">= 3.5", "3.69", "reached")) and "…" not in text
 
     def test_results_name_no_folder(self, tmp_path: Path) -> None:
         run(scaling.main, tmp_path, f"--folder={tmp_path}")
