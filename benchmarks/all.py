@@ -24,27 +24,26 @@ from tierstore.device import present_accelerator
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One benchmark: whether it takes folders and draws, and what more it is told for GPU figures, if it has any."""
+    """One benchmark: whether it takes folders, and what more it is told for GPU figures, if it has any."""
 
     name: str
     takes_folders: bool = True
-    draws: bool = True
     on_gpu: tuple[str, ...] | None = None
 
 
 RUNS = (
     Run("swap_latency", on_gpu=()),
     Run("step_time", on_gpu=()),
-    Run("in_backward", draws=False),
+    Run("in_backward"),
     Run("peers", on_gpu=("--device=cuda",)),
     Run("arithmetic", takes_folders=False),
     Run("scaling"),
-    Run("memory", draws=False),
-    Run("checkpoint", draws=False),
+    Run("memory"),
+    Run("checkpoint"),
     Run("retention", takes_folders=False),
-    Run("predicted_vs_measured", draws=False),
+    Run("predicted_vs_measured"),
     Run("pressure"),
-    Run("import_cost", takes_folders=False, draws=False),
+    Run("import_cost", takes_folders=False),
 )
 
 
@@ -94,7 +93,7 @@ def _options(run: Run, folders: Sequence[Path], results: Path, *, is_gpu: bool, 
     options = [f"--json={path}.json", *(run.on_gpu or () if is_gpu else ())]
     options += [f"--folder={folder}" for folder in folders if run.takes_folders]
     if importlib.util.find_spec("matplotlib") is not None:
-        options += [f"--plot={path}.png"] if run.draws else []
+        options += [f"--plot={path}.png"]
         options += [f"--timeline={path}-timeline.png"] if run.name == "step_time" else []
     return options + (["--quick"] if is_quick else [])
 

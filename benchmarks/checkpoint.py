@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ from benchmarks.harness import (
     Column,
     Folders,
     Json,
+    Plot,
     Quick,
     RawDevice,
     Report,
@@ -42,6 +44,7 @@ from benchmarks.harness import (
     median,
     publish,
 )
+from benchmarks.harness.plots import Panel, bars
 from benchmarks.harness.training import verify_bits
 from benchmarks.memory import SLACK, anonymous_bytes
 from tierstore import TieredAdamW
@@ -61,6 +64,11 @@ import json, sys
 from benchmarks.checkpoint import peaks_here
 print(json.dumps(peaks_here(*json.loads(sys.argv[1]))))
 """
+DRAWN = (
+    Panel(0, "rate", "GB/s"),
+    Panel(1, "total", "steps and save, s"),
+    Panel(2, "peak", "peak memory over that of training, MiB", 1 << 20),
+)
 
 
 class Model(nn.Module):
@@ -251,13 +259,14 @@ def main(
     rounds: Rounds = 3,
     quick: Quick = False,
     json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """How fast are checkpoints, what memory do they take, and what does one cost the training beside it?"""
     if quick:
         report = measure(1 << 17, folders_of(folder), 1, 1 << 20, peaks_here)
     else:
         report = measure(round(parameters * 1e6), folders_of(folder), rounds, 256 << 20, _in_process)
-    publish(report, json=json, is_quick=quick)
+    publish(report, json=json, is_quick=quick, plot=plot, draw=partial(bars, panels=DRAWN))
 
 
 def peaks_here(parameters: int, folder: str | Path) -> dict[str, int]:

@@ -10,11 +10,13 @@ import json as json_
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.harness import (
     Check,
     Column,
     Json,
+    Plot,
     Quick,
     Report,
     Rounds,
@@ -26,6 +28,7 @@ from benchmarks.harness import (
     median,
     publish,
 )
+from benchmarks.harness.plots import Panel, bars
 
 PROBE = """
 import json, sys, time
@@ -37,6 +40,10 @@ print(json.dumps([time.perf_counter() - began, rss() - before, 'tierstore' in sy
 """
 STATEMENTS = ("import tierstore", "from tierstore import TieredAdamW")
 LIMIT_SECONDS, LIMIT_BYTES = 0.1, 10 << 20
+DRAWN = (
+    Panel(0, "seconds", "ms", 1e-3),
+    Panel(0, "bytes", "MiB", 1 << 20),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +80,9 @@ def measure(rounds: int) -> Report:
     )
 
 
-def main(rounds: Rounds = 7, quick: Quick = False, json: Json = None) -> None:
+def main(rounds: Rounds = 7, quick: Quick = False, json: Json = None, plot: Plot = None) -> None:
     """What does importing tierstore add to importing torch?"""
-    publish(measure(1 if quick else rounds), json=json, is_quick=quick)
+    publish(measure(1 if quick else rounds), json=json, is_quick=quick, plot=plot, draw=partial(bars, panels=DRAWN))
 
 
 def _cost_of(statement: str) -> Cost:

@@ -22,6 +22,7 @@ from benchmarks.harness import (
     Column,
     Folders,
     Json,
+    Plot,
     Quick,
     RawDevice,
     Report,
@@ -37,6 +38,7 @@ from benchmarks.harness import (
     publish,
     ratio,
 )
+from benchmarks.harness.plots import Panel, bars
 from benchmarks.harness.training import DTYPES, Contender, Iteration, Work, verify_equal
 from tierstore import TieredAdamW
 
@@ -46,6 +48,11 @@ ON_THEIR_WAY = 8
 SHARES = (0.0, 0.5)
 UPDATES = ("step", "backward")
 MOST_ROWS = 1 << 14
+DRAWN = (
+    Panel(0, "whole", "a whole iteration, ms", 1e-3),
+    Panel(0, "of_step", "time of update: step, percent", 0.01),
+    Panel(0, "hidden", "hidden, percent", 0.01),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,7 @@ def main(
     rounds: Rounds = 3,
     quick: Quick = False,
     json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """How much of a step's reads and writes is hidden when chunks are updated while backward runs?"""
     if dtype not in DTYPES:
@@ -142,7 +150,7 @@ def main(
     size, volume = (16 << 10, 64 << 10) if quick else (bytes_of(chunk), 256 << 20)
     rows = rows or (2 if quick else None)
     report = measure(work, size, folders_of(folder), rounds, iterations=iterations, rows=rows, volume=volume)
-    publish(report, json=json, is_quick=quick)
+    publish(report, json=json, is_quick=quick, plot=plot, draw=partial(bars, panels=DRAWN))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import json as json_
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from benchmarks.harness import (
     Column,
     Folders,
     Json,
+    Plot,
     Quick,
     Report,
     Table,
@@ -33,6 +35,7 @@ from benchmarks.harness import (
     folders_of,
     publish,
 )
+from benchmarks.harness.plots import Panel, bars
 from benchmarks.harness.training import verify_bits
 from tierstore import TieredAdamW
 
@@ -47,6 +50,11 @@ print(json.dumps(measure_here(*json.loads(sys.argv[1]))))
 """
 STATE_DICT_BYTES = 64 << 20
 """Of a state dict so many bytes are ordinary memory, or the cpu tier's capacity if less; the rest is mapped."""
+DRAWN = (
+    Panel(0, "over", "bytes reserved over bytes of state"),
+    Panel(0, "granted", "granted, MiB", 1 << 20),
+    Panel(0, "grown", "peak anonymous memory, MiB", 1 << 20),
+)
 
 
 def measure(parameters: int, layers: int, cpu: int, chunk: int, folders: Sequence[Path]) -> Report:
@@ -87,13 +95,14 @@ def main(
     chunk: Annotated[str, typer.Option(help="Chunk size.")] = "4MiB",
     quick: Quick = False,
     json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """How much memory and disk does state cost over its own bytes?"""
     if quick:
         report = measure(1 << 16, 4, 128 << 10, 16 << 10, folders_of(folder))
     else:
         report = measure(round(parameters * 1e6), layers, bytes_of(cpu), bytes_of(chunk), folders_of(folder))
-    publish(report, json=json, is_quick=quick)
+    publish(report, json=json, is_quick=quick, plot=plot, draw=partial(bars, panels=DRAWN))
 
 
 def anonymous_bytes() -> int:

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from benchmarks.harness import (
     Column,
     Folders,
     Json,
+    Plot,
     Quick,
     Report,
     Rounds,
@@ -36,6 +38,7 @@ from benchmarks.harness import (
     median,
     publish,
 )
+from benchmarks.harness.plots import Panel, bars
 from benchmarks.harness.training import Contender, Turn, Work
 from tierstore import TieredAdamW
 from tierstore.forecast.answer import Forecast
@@ -46,6 +49,11 @@ WANTED = 0.15
 STEPS = 6
 """Back to back, an even number: chunks travel there and back."""
 FP32, BF16 = torch.float32, torch.bfloat16
+DRAWN = (
+    Panel(0, "predicted", "predicted, ms", 1e-3),
+    Panel(0, "measured", "took, ms", 1e-3),
+    Panel(0, "error", "error, percent", 0.01),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +133,17 @@ def main(
     rounds: Rounds = 1,
     quick: Quick = False,
     json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """How long does a plan say that a step takes, and how long does it take?"""
     size = (0.04, 64, 16 << 10) if quick else (parameters, width, bytes_of(chunk))
-    publish(measure(*size, folders_of(folder), rounds), json=json, is_quick=quick)
+    publish(
+        measure(*size, folders_of(folder), rounds),
+        json=json,
+        is_quick=quick,
+        plot=plot,
+        draw=partial(bars, panels=DRAWN),
+    )
 
 
 def _run_of(case: Case, layers: int, width: int, chunk: int, folders: Sequence[Path]) -> Callable[[], tuple[Pair, int]]:

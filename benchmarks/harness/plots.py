@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+
+    from benchmarks.harness.report import Report
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 """Paul Tol's bright scheme: told apart by all eyes, and in print."""
@@ -39,6 +43,31 @@ def figure(
         drawn, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False, dpi=120)
     drawn.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return drawn, list(axes.flat)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What `bars` draws of a report: a column of one of its tables, in units of `unit`."""
+
+    table: int
+    key: str
+    label: str
+    unit: float = 1.0
+
+
+def bars(report: Report, panels: Sequence[Panel]) -> Figure:
+    """Draw a bar for each row, named by its first column. Raises ImportError."""
+    drawn, axes = figure(f"{report.benchmark}: {report.question}", columns=len(panels), width=4.5 * len(panels))
+    for axis, panel in zip(axes, panels, strict=True):
+        table = report.tables[panel.table]
+        rows = [row for row in table.rows if row.get(panel.key) is not None]
+        places = range(len(rows))
+        axis.barh(places, [row[panel.key] / panel.unit for row in rows], color=COLOURS[0])
+        axis.set_yticks(places, [str(row[table.columns[0].key]) for row in rows])
+        axis.invert_yaxis()
+        axis.grid(axis="y", visible=False)
+        axis.set(xlabel=panel.label)
+    return drawn
 
 
 def plain_numbers(axis: Axis) -> None:

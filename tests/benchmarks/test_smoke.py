@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import sys
@@ -14,10 +15,13 @@ import torch
 from rich.console import Console
 from typer import BadParameter
 
+from benchmarks import all as all_
 from benchmarks import (
     arithmetic,
     checkpoint,
+    import_cost,
     in_backward,
+    memory,
     page,
     predicted_vs_measured,
     pressure,
@@ -40,10 +44,11 @@ from benchmarks.harness import (
     verify,
 )
 from benchmarks.harness.command import drawable
+from benchmarks.harness.plots import bars
 from benchmarks.harness.rawdevice import RawDevice
+from benchmarks.harness.report import RESULTS
 from benchmarks.harness.routes import Stage
 from benchmarks.harness.show import print_report
-from benchmarks.memory import measure_here
 from benchmarks.retention_model import alternating, belady_hits, hits, play_ours
 from tierstore import calibrate
 from tierstore.build import Parts
@@ -115,7 +120,7 @@ class TestSmoke:
         assert report.verified.startswith("what plans said of 8.7 MB")
 
     def test_memory_counts_what_is_reserved_of_each_tier(self, tmp_path: Path) -> None:
-        found = measure_here("cpu+nvme", str(64 << 10), 1 << 15, 4, 16 << 10, [str(tmp_path)])
+        found = memory.measure_here("cpu+nvme", str(64 << 10), 1 << 15, 4, 16 << 10, [str(tmp_path)])
         assert found["state"] == 8 << 15
         assert found["granted"] == 64 << 10
         assert found["reserved"] == (64 << 10) + (8 << 15)  # room for all chunks below the 4 extents they pass through
@@ -147,15 +152,35 @@ class TestSmoke:
 
 
 class TestPlots:
+    @pytest.mark.parametrize("name", [run.name for run in all_.RUNS])
+    def test_every_benchmark_takes_the_same_options(self, name: str, tmp_path: Path) -> None:
+        module = importlib.import_module(f"benchmarks.{name}" + (".__main__" if name == "peers" else ""))
+        with pytest.raises(BadParameter, match=r"ends in \.png"):
+            command(module.main, ["--quick", "--json=-", f"--plot={tmp_path / 'plot.xyz'}"])
+
+    @pytest.mark.parametrize("module", [checkpoint, in_backward, memory, predicted_vs_measured])
+    def test_bars_are_those_of_the_rows_that_have_the_figure(self, module: Any) -> None:
+        pytest.importorskip("matplotlib")
+        found = max(RESULTS.glob(f"*-{module.__name__.rpartition('.')[2]}.json"))
+        report = Report.from_dict(json.loads(found.read_text()))
+        drawn = bars(report, module.DRAWN)
+        for axis, panel in zip(drawn.axes, module.DRAWN, strict=True):
+            wanted = [row[panel.key] / panel.unit for row in report.tables[panel.table].rows if panel.key in row]
+            assert wanted and [bar.get_width() for bar in axis.patches] == wanted
+
     @pytest.mark.parametrize(
         "main",
-        [arithmetic.main, pressure.main, retention.main, scaling.main, step_time.main, swap_latency.main],
+        [
+            *(arithmetic.main, checkpoint.main, import_cost.main, in_backward.main, memory.main),
+            *(predicted_vs_measured.main, pressure.main, retention.main, scaling.main, step_time.main),
+            swap_latency.main,
+        ],
     )
     @pytest.mark.long
     def test_what_was_measured_is_drawn(self, main: Callable[..., None], tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
         options = [f"--plot={tmp_path / 'figures.png'}"]
-        if main not in (arithmetic.main, retention.main):
+        if main not in (arithmetic.main, import_cost.main, retention.main):
             options += [f"--folder={tmp_path}"]
         if main is step_time.main:
             options += [f"--timeline={tmp_path / 'timeline.png'}"]
