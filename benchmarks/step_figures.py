@@ -61,7 +61,7 @@ class Figures:
 
     def checks(self) -> Iterator[Check]:
         """The figures to reach."""
-        rows = [row for row in self._links().rows if row["link"] == NVME_LINK and "gpu" not in row["tiers"]]
+        rows = [row for row in self._links().rows if row["link"] == NVME_LINK]
         for row in rows:
             moved, bound = row["moved"], row["bound"]
             claim = f"{row['tiers']}: bytes per parameter"
@@ -71,7 +71,9 @@ class Figures:
             yield Check(f"{row['tiers']}: of the raw device", "at least 75%", f"{of:.0%}", of >= 0.75)
         for row in rows:
             over = row["over"]
-            yield Check(f"{row['tiers']}: over max(I/O, arithmetic)", "below 10%", f"{over:.0%}", over < 0.10)
+            is_stood_in_for = "gpu" in row["tiers"] and self.work.device.type == "cpu"  # its copies take cores' time
+            holds = None if is_stood_in_for else over < 0.10
+            yield Check(f"{row['tiers']}: over max(I/O, arithmetic)", "below 10%", f"{over:.0%}", holds)
 
     def notes(self) -> Iterator[str]:
         """How to read it."""

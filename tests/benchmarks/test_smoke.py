@@ -90,6 +90,12 @@ class TestSmoke:
         report = run(step_time.main, tmp_path, f"--folder={tmp_path}", "--rounds=1", f"--trace={trace}")
         links = [row for row in report.tables[1].rows if row["link"] == "cpu-nvme"]
         assert len(links) == 5 and all(0 < row["moved"] <= row["bound"] for row in links)
+        for figure in (
+            "bytes per parameter",
+            "over max(I/O, arithmetic)",
+        ):  # misses of all are told
+            claimed = [check.claim for check in report.checks if check.claim.endswith(figure)]
+            assert claimed == [f"{row['tiers']}: {figure}" for row in links]
         events = json.loads(trace.read_text())["traceEvents"]
         tracks = {str(event["args"].get("name")) for event in events}
         assert "control thread" in tracks and any(track.startswith("tierstore-io") for track in tracks)
