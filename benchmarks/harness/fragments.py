@@ -22,7 +22,7 @@ PAGE = mmap.PAGESIZE
 
 
 @contextlib.contextmanager
-def fragmented(nbytes: int | None = None) -> Iterator[None]:
+def in_fragments(nbytes: int | None = None) -> Iterator[None]:
     """Hold every other small page of `nbytes` (None: of all that is available, but a little) while the block runs."""
     if nbytes is None:
         nbytes = max(0, host_memory().available_bytes - LEFT_BYTES)
@@ -47,4 +47,5 @@ def whole_share(root: Path = Path("/")) -> float | None:
 
 
 def _touch(area: mmap.mmap) -> None:
+    """Write to every page; the view ends here, as no mapping can be closed under one."""
     torch.frombuffer(area, dtype=torch.uint8)[::PAGE].fill_(1)

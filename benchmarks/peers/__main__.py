@@ -15,8 +15,7 @@ import torch
 import typer
 
 from benchmarks.harness import Folders, Json, Plot, Quick, RawDevice, Rounds, command, folders_of, interleave, publish
-from benchmarks.harness.fragments import fragmented as fragments
-from benchmarks.harness.fragments import whole_share
+from benchmarks.harness.fragments import in_fragments, whole_share
 from benchmarks.peers.contenders import contenders_for, with_memory
 from benchmarks.peers.process import Contender, Peer
 from benchmarks.peers.report import Figures, draw, report_of
@@ -66,20 +65,20 @@ def main(
     if not chosen:
         raise typer.BadParameter(f"no row begins with {' or '.join(only or [])}", param_hint="--only")
     places = folders_of(folder)
-    figures = measure(work, chosen, places[0], rounds=rounds, steps=steps, in_fragments=fragmented)
+    figures = measure(work, chosen, places[0], rounds=rounds, steps=steps, is_fragmented=fragmented)
     publish(report_of(figures), json=json, plot=plot, draw=draw)
 
 
 def measure(
-    work: Work, contenders: Sequence[Contender], folder: Path, *, rounds: int, steps: int, in_fragments: bool = False
+    work: Work, contenders: Sequence[Contender], folder: Path, *, rounds: int, steps: int, is_fragmented: bool = False
 ) -> Figures:
     """Run all contenders in interleaved rounds, the raw device among them, and compare every weight at the end."""
     with tempfile.TemporaryDirectory(dir=folder) as inside, contextlib.ExitStack() as stack:
         place, peers, seen = Path(inside), dict[str, Peer](), dict[str, int]()
         pieces = stack.enter_context(contextlib.ExitStack())
-        if in_fragments:
+        if is_fragmented:
             _say("breaking up free memory")
-            pieces.enter_context(fragments())
+            pieces.enter_context(in_fragments())
         whole = whole_share()
         for number, row in enumerate(contenders):
             _say(f"starting {row.name}")
@@ -88,7 +87,7 @@ def measure(
             peer.steps(WARM_UP)
             peer.watch_memory(WATCHED)
             if peer.begun is not None and not peer.trouble:
-                seen[row.name] = peer.begun["peak_bytes"] - work.given_bytes
+                seen[row.name] = peer.begun["seen_bytes"]
         pieces.close()
         raw = stack.enter_context(RawDevice([folder], min(RAW_BYTES, work.state_bytes)))
         turns: dict[str, Any] = {name: partial(peer.steps, steps) for name, peer in peers.items()}
@@ -105,7 +104,7 @@ def measure(
             rounds={name: taken for name, taken in found.items() if name != RAW},
             raw=found[RAW],
             ends=ends,
-            in_fragments=in_fragments,
+            is_fragmented=is_fragmented,
             whole=whole,
         )
 

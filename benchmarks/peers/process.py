@@ -77,11 +77,11 @@ class Peer:
         return answer
 
     def watch_memory(self, count: int) -> None:
-        """Take `count` steps, and keep the most memory there was in one as `peak_bytes` of what the peer began with."""
+        """Take `count` steps, and keep the most memory there was in one as `seen_bytes` of what the peer began with."""
         answer = self._order({"do": "memory", "count": count})
         if answer is not None:
             self.steps_taken += answer["taken"]
-            self.begun = {**(self.begun or {}), "peak_bytes": answer["peak_bytes"]}
+            self.begun = {**(self.begun or {}), "seen_bytes": answer["seen_bytes"]}
 
     def finish(self, reference: Path) -> dict[str, Any] | None:
         """Compare the weights, end the process, and add what it left in its folder; None if the peer is in trouble."""

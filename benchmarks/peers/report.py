@@ -63,7 +63,7 @@ class Figures:
     rounds: Mapping[str, Sequence[Mapping[str, Any] | None]]
     raw: Sequence[Sample]
     ends: Mapping[str, Mapping[str, Any] | None]
-    in_fragments: bool = False
+    is_fragmented: bool = False
     whole: float | None = None
 
     def is_whole(self, name: str) -> bool:
@@ -102,8 +102,8 @@ class Figures:
 
     def seen_bytes(self, name: str) -> int:
         """Most anonymous memory in a step, over one copy of parameters and gradients where those are on the host."""
-        peak: int = self.peers[name][1]["peak_bytes"]
-        return peak - self.work.given_bytes
+        seen: int = self.peers[name][1]["seen_bytes"]
+        return seen
 
     def least_that_takes_no_less(self, name: str) -> str | None:
         """The row like the one that `name` is compared with which has the least memory that is no less than its own."""
@@ -137,7 +137,7 @@ def report_of(figures: Figures) -> Report:
         benchmark="peers",
         question="how fast is the same optimizer step with the peers, in the same memory, on the same disk?",
         options={"work": work.to_dict(), "rounds": len(figures.raw), "steps": figures.steps}
-        | ({"fragmented": True} if figures.in_fragments else {}),
+        | ({"fragmented": True} if figures.is_fragmented else {}),
         environment=environment([figures.folder]),
         tables=(
             Table(
@@ -157,7 +157,7 @@ def _notes(figures: Figures, builds: Sequence[float]) -> Iterator[str]:
     if any(builds):
         yield f"DeepSpeed's operators took {max(builds):.0f} s to build, once"
     if figures.whole is not None:
-        how = "broken up on purpose" if figures.in_fragments else "as it was"
+        how = "broken up on purpose" if figures.is_fragmented else "as it was"
         yield (
             f"free memory was {how}: {figures.whole:.0%} of it was in blocks of a huge page or more when the systems "
             f"began. Buffers on small pages, DeepSpeed's for one, are the slower the less that is"
@@ -232,8 +232,9 @@ def checks_of(figures: Figures, name: str) -> list[Check]:
     other, speed = contender.beside, f"{name}: parameters/s over DeepSpeed's"
     if contender.memory_of:
         claim = f"{speed}, which was seen to take no less memory, step alone"
-        is_fair = figures.over(name, other) is not None and figures.seen_bytes(name) <= figures.seen_bytes(other)
-        return [_check(figures, claim, contender.target, figures.over(name, other) if is_fair else None)]
+        over = figures.over(name, other)
+        is_fair = over is not None and figures.seen_bytes(name) <= figures.seen_bytes(other)
+        return [_check(figures, claim, contender.target, over if is_fair else None)]
     both = figures.iterations_over(name, other)
     checks = [
         _check(figures, f"{speed} with as large buffers, step alone", contender.target, figures.over(name, other)),

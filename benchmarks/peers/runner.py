@@ -92,14 +92,17 @@ class Runner:
         return {"load_seconds": loaded - began, "begin_seconds": time.perf_counter() - loaded}
 
     def _memory(self, count: int) -> dict[str, Any]:
-        """Take `count` steps, each after a backward; answer the most memory there was, over that before the begin."""
+        """Take `count` steps, each after a backward; answer the most memory there was in one.
+
+        Over that before the beginning, and over one copy of parameters and gradients where those are on the host.
+        """
         system = self._made()
         with PeakMemory() as memory:
             for _ in range(count):
                 system.backward()
                 system.step()
         system.settle()
-        return {"taken": count, "peak_bytes": memory.peak_bytes - self._bytes_before}
+        return {"taken": count, "seen_bytes": memory.peak_bytes - self._bytes_before - self._job.work.given_bytes}
 
     def _steps(self, count: int) -> dict[str, Any]:
         """Take `count` steps back to back, then as many each after a backward; `taken` tells how many in all.

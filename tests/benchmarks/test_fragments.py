@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.fragments import PAGE, fragmented, whole_share
+from benchmarks.harness.fragments import PAGE, in_fragments, whole_share
 from benchmarks.peers.runner import resident_bytes
 
 SIZE = 64 << 20
@@ -14,7 +14,7 @@ SIZE = 64 << 20
 
 def test_every_other_page_is_held_while_the_block_runs() -> None:
     before = resident_bytes()
-    with fragmented(SIZE):
+    with in_fragments(SIZE):
         held = resident_bytes() - before
     assert SIZE // 2 <= held < SIZE * 3 // 4
     assert resident_bytes() - before < SIZE // 4
