@@ -13,7 +13,7 @@ from torch import Tensor
 from tierstore.arena import Extent
 from tierstore.device import Device
 from tierstore.errors import CapacityError
-from tierstore.mapping import HUGE_PAGE
+from tierstore.layout import HUGE_PAGE
 from tierstore.tiers import MemoryTier, Tier
 
 KIB = 1 << 10

@@ -21,7 +21,7 @@ from tierstore.calibrate import find_rates
 from tierstore.device import Device, HostDevice, host_for, open_device
 from tierstore.errors import PolicyError, TierstoreError
 from tierstore.folders import check_space, filesystems
-from tierstore.growth import SLABS_PER_TIER
+from tierstore.growth import slab_extents_of, slab_extents_of_memory
 from tierstore.io import Engine, open_engine
 from tierstore.placement import (
     LARGEST_CHUNK,
@@ -216,7 +216,7 @@ class Plant:
         if nvme is None or not room.extents:
             return
         folders = folders_of(nvme)
-        dealt = FileTier.dealt(room.extents, _slab_extents(room, len(folders)), len(folders))
+        dealt = FileTier.dealt(room.extents, slab_extents_of(room.extents, len(folders)), len(folders))
         check_space({folder: count * extent_bytes for folder, count in zip(folders, dealt, strict=True)})
 
     def build(self, rooms: Mapping[str, Room], extent_bytes: int, *, growing: Collection[str] = ()) -> Setup:
@@ -233,7 +233,7 @@ class Plant:
                 engine = open_nvme_engine(nvme, self.parts.open_engine, self.tuning)
                 undo.callback(engine.close)
             tiers: dict[str, Tier] = {}
-            slabs = {name: _slab_extents(room, self._paths(name, room)) for name, room in rooms.items()}
+            slabs = {name: self._slab_extents(name, room, extent_bytes) for name, room in rooms.items()}
             slabs |= dict.fromkeys(growing, max(1, min(EXTENTS_GROWN, BYTES_GROWN // extent_bytes)))
             for name, room in rooms.items():
                 if name == "nvme" and not uses_files:
@@ -313,6 +313,11 @@ class Plant:
         nvme = self.policy.tiers.nvme
         assert nvme is not None and engine is not None
         return open_file_tier(nvme, engine, extent_bytes)
+
+    def _slab_extents(self, name: str, room: Room, extent_bytes: int) -> int:
+        if name == "nvme":
+            return slab_extents_of(room.extents, self._paths(name, room))
+        return slab_extents_of_memory(room.extents, extent_bytes)
 
     def _paths(self, name: str, room: Room) -> int:
         """On how many paths a tier lies."""
@@ -397,7 +402,3 @@ def plan_plant(policy: TierPolicy, devices: Sequence[torch.device], parts: Parts
 
 def _why_no_gpu(gpu_tier: GpuTier) -> str:
     return "the parameters are on the CPU" if gpu_tier.device == "auto" else f"there is no {gpu_tier.device} here"
-
-
-def _slab_extents(room: Room, paths: int = 1) -> int:
-    return max(1, room.extents // (SLABS_PER_TIER * paths))

@@ -70,11 +70,16 @@ def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
 
 def on_one_core(run: Callable[[], None]) -> None:
     """Call a function that uses torch, on one core and without gradients, as the last thing that a thread does."""
+    stay_on_one_core()
+    run()
+
+
+def stay_on_one_core() -> None:
+    """Let torch's operations on this thread, from now on, take one core and make no graph."""
     torch.get_num_threads()  # torch sets a new thread's number when it is first asked
     if (change := _changer()) is not None:
         change(1)
-    with torch.no_grad():
-        run()
+    torch.set_grad_enabled(False)
 
 
 @functools.cache

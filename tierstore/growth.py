@@ -10,10 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tierstore.errors import CapacityError
+from tierstore.layout import HUGE_PAGE
 from tierstore.placement import Asked, Need, Room, place_homes, size_tiers
 
 SLABS_PER_TIER = 16
 """A tier is reserved, and later given back, in about so many pieces."""
+LEAST_MEMORY_SLAB_BYTES = 16 << 20
+"""All but the end of such a slab lies on huge pages. Of memory on small ones a disk reads and writes a third less."""
+
+
+def slab_extents_of(extents: int, paths: int = 1) -> int:
+    """Extents in a slab of a tier of so many, over so many paths."""
+    return max(1, extents // (SLABS_PER_TIER * paths))
+
+
+def slab_extents_of_memory(extents: int, extent_bytes: int) -> int:
+    """As `slab_extents_of`, but of a small tier slabs of up to half of it, if huge pages fit in."""
+    least_bytes = min(LEAST_MEMORY_SLAB_BYTES, extents * extent_bytes // 2)
+    least = -(-least_bytes // extent_bytes) if least_bytes >= HUGE_PAGE else 1
+    return max(least, slab_extents_of(extents))
 
 
 def grow_to_fit(

@@ -21,6 +21,8 @@ PACK_ELEMENTS = 16
 """Spans begin at multiples of this many elements of their chunk: 64 bytes of float32, 32 of bfloat16."""
 RECORD_ALIGNMENT = 4096
 """Records are padded to what direct I/O moves."""
+HUGE_PAGE = 2 << 20
+"""Bytes. Only memory that covers one, at a multiple of it, lies on it."""
 
 
 @dataclass(frozen=True, slots=True)

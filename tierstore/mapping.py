@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import CapacityError
-
-HUGE_PAGE = 2 << 20
+from tierstore.layout import HUGE_PAGE
 
 PageLock = Callable[[int, int], Callable[[], None]]
 """Page-locks `nbytes` from an address on; returns what undoes it."""

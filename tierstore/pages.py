@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from tierstore.mapping import HUGE_PAGE
+from tierstore.layout import HUGE_PAGE
 
 MOSTLY = 0.5
 """Memory counts as lying on huge pages if this share of what is in use does."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tierstore.mapping import HUGE_PAGE
+from tierstore.layout import HUGE_PAGE
 from tierstore.pressure import host_memory
 
 LEFT_BYTES = 1 << 30

@@ -13,6 +13,7 @@ import torch
 from tierstore.build import Parts, Plant, plan_plant
 from tierstore.errors import DiskFullError
 from tierstore.folders import check_space, disk_margin
+from tierstore.growth import slab_extents_of_memory
 from tierstore.io import Engine
 from tierstore.io import open_engine as real_engine
 from tierstore.placement import Room
@@ -20,7 +21,7 @@ from tierstore.policy import TierPolicy
 from tierstore.pressure import DiskSpace, HostMemory, disk_space
 from tierstore.rates import PathRates, Rates, SizeRates
 from tierstore.store import ChunkInfo
-from tierstore.tiers import FileTier
+from tierstore.tiers import FileTier, MemoryTier
 
 TIB, MIB = 1 << 40, 1 << 20
 
@@ -113,6 +114,25 @@ def test_a_disk_is_looked_at_only_if_something_is_to_lie_on_it(tmp_path: Path) -
     plant = plant_of({"cpu": {}, "nvme": {"paths": [str(tmp_path / "missing")]}})
     plant.check_disk({"cpu": Room(4), "nvme": Room(0)}, 4096)
     plant.check_disk({"cpu": Room(4)}, 4096)
+
+
+@pytest.mark.parametrize(
+    ("extents", "extent_mib", "slab"),
+    [(16, 1.5, 8), (24, 1.5, 11), (1, 1.5, 1), (2, 1.5, 1), (3, 1.5, 2), (64, 4, 4), (640, 4, 40), (16, 20, 1)],
+)
+def test_memory_comes_in_slabs_that_huge_pages_fit_into(extents: int, extent_mib: float, slab: int) -> None:
+    """A tier of 24 MiB had sixteen slabs of 1.5 MiB, none of which lay on a huge page."""
+    extent = int(extent_mib * MIB)
+    setup = plant_of({"cpu": {"capacity": extents * extent}}).build({"cpu": Room(extents)}, extent)
+    tier = setup.tiers["cpu"]
+    assert isinstance(tier, MemoryTier)
+    assert tier.arena.capacity == extents and max(tier.arena.slabs) == slab
+    setup.transfer.close()
+    tier.close()
+
+
+def test_a_tier_without_room_for_huge_pages_has_small_slabs() -> None:
+    assert [slab_extents_of_memory(extents, 16 << 10) for extents in (0, 4, 16, 255)] == [1, 1, 1, 15]
 
 
 @pytest.mark.parametrize(("capacity", "extents"), [("auto", 102), (100 * 4096, 100)])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.fakes import PATIENCE_SECONDS, RecordingFiles
 from tierstore.checkpoint import Entry, Reader, Writer
-from tierstore.checkpoint.blocks import checksum
+from tierstore.checkpoint.blocks import THREADS, Buffer, Readers, checksum
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.geometry import BLOCK_BYTES, PAGE_BYTES, Compression, geometry_for
 from tierstore.checkpoint.tree import Tree
@@ -112,7 +112,7 @@ def test_arrays_of_many_blocks_and_shards_come_back(
 
 
 @given(
-    cuts=st.lists(st.integers(0, 700_000), max_size=6, unique=True),
+    cuts=st.lists(st.integers(0, 1_400_000), max_size=6, unique=True),
     order=st.randoms(use_true_random=False),
     compression=st.sampled_from(COMPRESSIONS),
 )
@@ -121,7 +121,7 @@ def test_parts_in_any_order_make_the_same_array(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], order: object, compression: Compression
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
-    values = torch.arange(700_000, dtype=torch.int32)
+    values = torch.arange(1_400_000, dtype=torch.int32)
     edges = [0, *sorted(cuts), len(values)]
     parts = list(pairwise(edges))
     order.shuffle(parts)  # type: ignore[attr-defined]
@@ -207,6 +207,47 @@ def test_every_thread_goes_on_where_direct_reads_are_refused(tmp_path: Path) -> 
         assert read(tree) == b"values"
         tree.may_refuse.set()
         assert late.result() == b"values"
+
+
+def test_an_index_is_read_once_however_many_threads_ask_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a block lies is found out by the threads that read; the one that asks for many waits for no disk."""
+    values = random_bits(16 * BLOCK_BYTES // 4, torch.float32)
+    save(tmp_path / "c", values)
+    readers: list[threading.Thread] = []
+    read_range = Tree.read_range
+
+    def noted(tree: Tree, name: str, offset: int, nbytes: int) -> bytes:
+        readers.append(threading.current_thread())
+        return read_range(tree, name, offset, nbytes)
+
+    with Reader(tmp_path / "c") as reader:
+        monkeypatch.setattr(Tree, "read_range", noted)
+        assert bits(load(reader)).equal(bits(values))
+    assert len(readers) == 1 and readers[0] is not threading.current_thread()
+
+
+@pytest.mark.parametrize("block_bytes", [PAGE_BYTES, BLOCK_BYTES, 64 << 20])
+def test_threads_that_read_have_buffers_of_their_own_and_whoever_asks_another(block_bytes: int) -> None:
+    """All of them are held up at once, and still there is one for who reads here; whatever the size, two threads."""
+    readers = Readers(block_bytes)
+    held, addresses, may_end = threading.Semaphore(0), list[int](), threading.Event()
+
+    def hold(buffer: Buffer) -> None:
+        addresses.append(buffer.ctypes.data)
+        held.release()
+        assert may_end.wait(PATIENCE_SECONDS)
+
+    count = THREADS if block_bytes <= BLOCK_BYTES else 2
+    futures = [readers.submit(hold) for _ in range(2 * count)]
+    for _ in range(count):
+        assert held.acquire(timeout=PATIENCE_SECONDS)
+    readers.work_here(lambda buffer: addresses.append(buffer.ctypes.data))
+    assert len(set(addresses)) == count + 1
+    may_end.set()
+    for future in futures:
+        future.result()
+    assert len(set(addresses)) == count + 1
+    readers.close()
 
 
 def test_a_codec_that_is_not_read_is_named(tmp_path: Path) -> None:
@@ -301,7 +342,7 @@ def test_a_header_that_is_no_json_is_refused_before_anything_is_written(tmp_path
 
 
 def test_a_block_that_was_changed_on_disk_is_found_and_named(tmp_path: Path) -> None:
-    save(tmp_path / "c", torch.randn(1_000_000))
+    save(tmp_path / "c", torch.randn(BLOCK_BYTES))
     file = tmp_path / "c/params/000000/exp_avg/c.0"
     content = bytearray(file.read_bytes())
     content[2 * BLOCK_BYTES] ^= 1
@@ -348,7 +389,7 @@ def test_a_tiny_filesystem_fills_and_the_old_checkpoint_stays(small_disk: Path) 
 
 
 def test_blocks_are_cut_where_spans_are_and_waste_little() -> None:
-    for elements in (1, 1000, 262_144, 262_145, 1_000_003, 3_000_000_000):
+    for elements in (1, 1000, BLOCK_BYTES // 4, BLOCK_BYTES // 4 + 1, 1_000_003, 3_000_000_000):
         for itemsize in (1, 2, 4, 8):
             geometry = geometry_for(elements, itemsize, "none")
             assert geometry.block_bytes <= BLOCK_BYTES

@@ -21,7 +21,8 @@ from tierstore import TieredAdamW, mapping
 from tierstore.build import Parts
 from tierstore.device import AcceleratorDevice, Device, DeviceMemory, HostDevice, accelerator, host_for, open_device
 from tierstore.errors import CapacityError, PolicyError
-from tierstore.mapping import HUGE_PAGE, map_host_memory
+from tierstore.layout import HUGE_PAGE
+from tierstore.mapping import map_host_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:the swap folder:UserWarning")
 

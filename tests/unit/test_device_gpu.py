@@ -18,7 +18,8 @@ from tierstore.build import Parts
 from tierstore.device import AcceleratorDevice, Device, host_for, open_device
 from tierstore.device.accelerator import _register_with_cuda
 from tierstore.errors import CapacityError
-from tierstore.mapping import HUGE_PAGE, map_host_memory
+from tierstore.layout import HUGE_PAGE
+from tierstore.mapping import map_host_memory
 from tierstore.probes import Probe
 from tierstore.tiers import MemoryTier
 

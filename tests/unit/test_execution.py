@@ -20,7 +20,7 @@ from tierstore.build import Parts
 from tierstore.device import HostDevice
 from tierstore.execution import TOGETHER
 from tierstore.io import Operation
-from tierstore.mapping import HUGE_PAGE
+from tierstore.layout import HUGE_PAGE
 from tierstore.pages import lies_on_small_pages
 from tierstore.stats import IoStats
 from tierstore.store import ChunkInfo, ChunkStore, Setup

@@ -113,7 +113,7 @@ def test_a_window_that_could_not_be_read_serves_nobody(results: Results) -> None
 
 # -- blocks -------------------------------------------------------------------------------------------------------
 
-ELEMENTS = 1_000_003
+ELEMENTS = 2_000_003
 """Four blocks of float32, of which none ends where a bit does."""
 
 
@@ -197,7 +197,7 @@ PAGE = 1024
 @pytest.mark.parametrize("first", [0, 7 * PAGE])
 def test_a_block_is_read_straight_to_places_of_whole_pages(saved: Path, results: Results, first: int) -> None:
     """What is before the first place, behind the last one, and the checksum, go elsewhere."""
-    size, last = 100 * PAGE, 970 * PAGE
+    size, last = 100 * PAGE, 1950 * PAGE
     into, wanted = map_host_memory(4 * (last + PAGE)).view(torch.float32).fill_(-1), Part.all_of((ELEMENTS,), (1,))
     with CountingReader(saved) as reader:
         source, windows = Source(reader, results), list[Window]()

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import google_crc32c
@@ -24,17 +23,17 @@ import numpy.typing as npt
 
 from tierstore.checkpoint.documents import ZSTD_LEVEL
 from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES, Geometry
-from tierstore.cores import on_one_core
+from tierstore.cores import stay_on_one_core
 from tierstore.errors import DamagedCheckpointError
 from tierstore.layout import round_up
 from tierstore.mapping import map_host_memory
 
 Buffer = npt.NDArray[np.uint8]
 
-THREADS = 4
+THREADS = 6
 BUFFERS = 8
 _MOST_BYTES = 16 << 20
-"""Of all buffers together, if two of them are not more."""
+"""Of all buffers together, if the least there must be are not more."""
 MOST_PLACES = 16
 """That a block is read to at once."""
 _ZSTD_MAGIC = 0xFD2FB528
@@ -43,19 +42,14 @@ _log = logging.getLogger("tierstore.checkpoint")
 
 
 class Blocks:
-    """Page-aligned buffers for blocks of up to `block_bytes`, and threads that work on them.
+    """Page-aligned buffers for blocks of up to `block_bytes`, to be filled and handed to threads that work on them.
 
     One thread hands out work.
     """
 
     def __init__(self, block_bytes: int) -> None:
-        room = round_up(block_bytes, PAGE_BYTES) + 2 * PAGE_BYTES  # a checksum behind, a page's rest before
-        count = max(2, min(BUFFERS, _MOST_BYTES // room))
-        memory = map_host_memory(count * room).numpy()
-        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-        for number in range(count):
-            self._free.put(memory[number * room : (number + 1) * room])
-        self._executor = ThreadPoolExecutor(min(THREADS, count), "tierstore-checkpoint")
+        self._free, count = _buffers(block_bytes, 2, BUFFERS)
+        self._executor = ThreadPoolExecutor(min(THREADS, count), "tierstore-checkpoint", initializer=stay_on_one_core)
         self._under_way = threading.Condition()
         self._count = 0
         self._error: BaseException | None = None
@@ -71,17 +65,9 @@ class Blocks:
     def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> Future[None]:
         """Let a thread do `work` with a buffer, which is free afterwards; the future has what it raises."""
         with self._under_way:  # which the work takes when it is done
-            future = self._executor.submit(on_one_core, partial(self._run, work, buffer))
+            future = self._executor.submit(self._run, work, buffer)
             self._count += 1
         return future
-
-    def work_here(self, work: Callable[[Buffer], None]) -> None:
-        """Do `work` with a buffer on this thread. Raises what it raises."""
-        buffer = self.wait_for_buffer()
-        try:
-            work(buffer)
-        finally:
-            self.give_back(buffer)
 
     def wait(self) -> None:
         """Wait until all work is done."""
@@ -108,6 +94,52 @@ class Blocks:
             with self._under_way:
                 self._count -= 1
                 self._under_way.notify_all()
+
+
+class Readers:
+    """Threads that fill buffers of their own, page-aligned, for blocks of up to `block_bytes`, and empty them again.
+
+    Any thread hands out work, and never waits for a buffer.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._free, count = _buffers(block_bytes, 3, THREADS + 1)
+        self._own = threading.local()
+        self._executor = ThreadPoolExecutor(count - 1, "tierstore-checkpoint", initializer=self._begin)
+
+    def submit(self, work: Callable[[Buffer], None]) -> Future[None]:
+        """Let a thread do `work` with its buffer; the future has what it raises."""
+        return self._executor.submit(self._run, work)
+
+    def work_here(self, work: Callable[[Buffer], None]) -> None:
+        """Do `work` on this thread, with the buffer that no thread owns. Raises what it raises."""
+        buffer = self._free.get()
+        try:
+            work(buffer)
+        finally:
+            self._free.put(buffer)
+
+    def close(self) -> None:
+        """Wait for the work and end the threads."""
+        self._executor.shutdown()
+
+    def _begin(self) -> None:
+        stay_on_one_core()
+        self._own.buffer = self._free.get()
+
+    def _run(self, work: Callable[[Buffer], None]) -> None:
+        work(self._own.buffer)
+
+
+def _buffers(block_bytes: int, least: int, most: int) -> tuple[queue.SimpleQueue[Buffer], int]:
+    """Free buffers, `most` of them or as many as may be, and how many those are."""
+    room = round_up(block_bytes, PAGE_BYTES) + 2 * PAGE_BYTES  # a checksum behind, a page's rest before
+    count = max(least, min(most, _MOST_BYTES // room))
+    memory = map_host_memory(count * room).numpy()
+    free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+    for number in range(count):
+        free.put(memory[number * room : (number + 1) * room])
+    return free, count
 
 
 def checksum(*buffers: Any) -> bytes:

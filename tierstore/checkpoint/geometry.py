@@ -14,8 +14,10 @@ from typing import Literal
 from tierstore.layout import CUT_ELEMENTS, round_up
 
 PAGE_BYTES = 4096
-BLOCK_BYTES = 1 << 20
-"""At most, of a block that is written here: one stays in the core's own cache while it is copied and summed."""
+BLOCK_BYTES = 2 << 20
+"""At most, of a block that is written here. With half of it threads take twice as many turns at the interpreter; twice of
+it no longer stays in a core's own cache while it is copied and summed. Both take longer.
+"""
 SHARD_BLOCKS = 256
 CHECKSUM_BYTES = 4
 _INDEX_ENTRY_BYTES = 16

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tierstore.checkpoint import extra
-from tierstore.checkpoint.blocks import Blocks, Buffer, Places, check_scattered, checksum, decode
+from tierstore.checkpoint.blocks import Buffer, Places, Readers, check_scattered, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files, resolved
@@ -77,8 +78,16 @@ class StoredBlocks:
     begin: Callable[[int, Use, Places | None], Future[None] | None]
 
 
+class _Index:
+    """Offset and length of each block of a shard, once somebody who holds the lock has read them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.entries: npt.NDArray[np.uint64] | None = None
+
+
 class Reader:
-    """A complete checkpoint, open for reading. A context manager; used by one thread.
+    """A complete checkpoint, open for reading. A context manager; used by one thread, which others read for.
 
     Raises NoCheckpointError, IncompleteCheckpointError, or DamagedCheckpointError, before anything large is allocated.
     """
@@ -86,8 +95,9 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = resolved(path)
         self.tree = _open(self.path)
-        self._blocks: Blocks | None = None
-        self._indexes: OrderedDict[tuple[str, int], npt.NDArray[np.uint64]] = OrderedDict()
+        self._readers: Readers | None = None
+        self._indexes: OrderedDict[str, _Index] = OrderedDict()
+        self._lock = threading.Lock()
         try:
             document = load(f"{self.path}/{METADATA}", self.tree.read(METADATA, MOST_METADATA_BYTES))
             self.root = parse_root(self.path, document)
@@ -179,9 +189,9 @@ class Reader:
 
     def close(self) -> None:
         """Let go of the folder. Idempotent."""
-        if self._blocks is not None:
-            self._blocks.close()
-            self._blocks = None
+        if self._readers is not None:
+            self._readers.close()
+            self._readers = None
         self.tree.close()
 
     def _read(self, name: str, start: int, into: Tensor) -> None:
@@ -204,21 +214,20 @@ class Reader:
 
     def _now(self, name: str, number: int, use: Use, places: Places | None = None) -> None:
         """Read one block here, and give `use` its values, if they are not in their places by then."""
-        self._buffers().work_here(self._work(name, number, use, places))
+        self._threads().work_here(self._work(name, number, use, places))
 
     def _begin(self, name: str, number: int, use: Use, places: Places | None = None) -> Future[None]:
-        """Let a thread do that, once there is a buffer for it."""
-        return self._buffers().submit(self._work(name, number, use, places), self._buffers().wait_for_buffer())
+        """Let a thread do that."""
+        return self._threads().submit(self._work(name, number, use, places))
 
     def _work(self, name: str, number: int, use: Use, places: Places | None) -> Callable[[Buffer], None]:
         """What reads one block into its places, or else into a buffer for `use`, on any thread."""
         array = self._arrays[name]
-        file = f"{name}/{array.file_of(array.geometry.place_of(number)[0])}"
-        offset, nbytes = self._place(name, array, number)
-        begin, end = array.geometry.range_of(number)
-        where = f"{self.path}/{file}, elements {begin:,} to {end:,}"
 
         def work(buffer: Buffer) -> None:
+            file, offset, nbytes = self._place(name, array, number)
+            begin, end = array.geometry.range_of(number)
+            where = f"{self.path}/{file}, elements {begin:,} to {end:,}"
             buffers = None if places is None else places.around(array.geometry, offset, nbytes, buffer)
             if buffers is None:
                 use(decode(where, array.geometry, self.tree.read_into(file, offset, nbytes, buffer)))
@@ -228,32 +237,39 @@ class Reader:
 
         return work
 
-    def _buffers(self) -> Blocks:
-        if self._blocks is None:
-            self._blocks = Blocks(max(array.geometry.block_bytes for array in self._arrays.values()))
-        return self._blocks
+    def _threads(self) -> Readers:
+        if self._readers is None:
+            self._readers = Readers(max(array.geometry.block_bytes for array in self._arrays.values()))
+        return self._readers
 
-    def _place(self, name: str, array: ArrayNode, number: int) -> tuple[int, int]:
-        """Where a block lies in its file: offset and length, checked against the file's size."""
+    def _place(self, name: str, array: ArrayNode, number: int) -> tuple[str, int, int]:
+        """Where a block lies: file, offset and length, checked against the file's size."""
         geometry = array.geometry
         shard, place = geometry.place_of(number)
         file = f"{name}/{array.file_of(shard)}"
         size = self.tree.size(file)
         offset, nbytes = 0, size
         if geometry.shard_blocks:
-            offset, nbytes = (int(value) for value in self._index(file, array, shard, size)[place])
+            offset, nbytes = (int(value) for value in self._index(file, array, size)[place])
         most = geometry.block_bytes + (CHECKSUM_BYTES if geometry.compression == "none" else PAGE_BYTES)
         if offset == _MISSING or offset + nbytes > size or nbytes > most:
             raise DamagedCheckpointError(
                 f"{self.path}/{file} has chunk {place} of {name} at {offset}, {nbytes} bytes, in a file of {size:,}"
             )
-        return offset, nbytes
+        return file, offset, nbytes
 
-    def _index(self, file: str, array: ArrayNode, shard: int, size: int) -> npt.NDArray[np.uint64]:
-        """The index of a shard; the last few are kept."""
-        if (index := self._indexes.get((file, shard))) is not None:
-            return index
-        geometry = array.geometry
+    def _index(self, file: str, array: ArrayNode, size: int) -> npt.NDArray[np.uint64]:
+        """The index of a shard, read by the first thread that asks for it; the last few are kept."""
+        with self._lock:
+            index = self._indexes.setdefault(file, _Index())
+            if len(self._indexes) > _MOST_INDEXES:
+                self._indexes.popitem(last=False)
+        with index.lock:
+            if index.entries is None:
+                index.entries = self._read_index(file, array.geometry, size)
+            return index.entries
+
+    def _read_index(self, file: str, geometry: Geometry, size: int) -> npt.NDArray[np.uint64]:
         nbytes = geometry.index_bytes
         if size < nbytes:
             raise DamagedCheckpointError(f"{self.path}/{file} has {size:,} bytes, less than its index of {nbytes:,}")
@@ -262,11 +278,7 @@ class Reader:
             stored, wanted = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
             if checksum(stored) != wanted:
                 raise DamagedCheckpointError(f"{self.path}/{file} is damaged: the checksum of its index is wrong")
-        index = np.frombuffer(stored, "<u8").reshape(-1, 2)
-        self._indexes[file, shard] = index
-        if len(self._indexes) > _MOST_INDEXES:
-            self._indexes.popitem(last=False)
-        return index
+        return np.frombuffer(stored, "<u8").reshape(-1, 2)
 
     def _documents(self, document: Mapping[str, Json]) -> Iterator[tuple[str, Root, Mapping[str, Json]]]:
         """The folders of writers: their prefixes, their topmost groups, and the documents of all nodes in each."""
