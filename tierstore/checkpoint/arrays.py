@@ -1,22 +1,22 @@
 """Writes one array, a part at a time, in any order: parts become blocks, full blocks go to their files.
 
-Every element is given exactly once. A block of which only a part is known waits in memory that its owner provides. Of
-an array of one block that is all there is; others go to shards directly, and a shard is synced when its index, which is
+Every element is given exactly once. A block of which only a part is known waits in memory that its owner provides, and
+is written from there where it can be. Of an array of one block that is all there is; others go to shards directly, and a shard is synced when its index, which is
 the last of it, is written.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, encode
+from tierstore.checkpoint.blocks import Blocks, Buffer, checksum, encode, map_buffers
 from tierstore.checkpoint.documents import ArrayNode
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.geometry import BLOCK_BYTES, PAGE_BYTES
@@ -25,6 +25,7 @@ from tierstore.layout import round_up
 from tierstore.results import Results
 
 GRANTED_BYTES = 32 << 20
+ROOMS_AT_ONCE = 4
 _MISSING = np.uint64(2**64 - 1)
 """In an index: a block that the array does not have."""
 
@@ -33,7 +34,7 @@ _MISSING = np.uint64(2**64 - 1)
 class _Partial:
     """A block of which not all elements have been given: its bytes, and the ranges of elements that are there."""
 
-    values: Buffer
+    room: Room
     ranges: list[tuple[int, int]]
     missing: int
 
@@ -47,20 +48,34 @@ class _Shard:
     end: int
 
 
+class Room(NamedTuple):
+    """Memory for a block; as a buffer it can be written from if it is ordinary."""
+
+    memory: Buffer
+    is_ordinary: bool
+
+
 class Waiting:
-    """Memory for blocks of which only a part is known: ordinary up to GRANTED_BYTES, mapped from `folder` beyond."""
+    """Rooms for blocks of which only a part is known: ordinary up to GRANTED_BYTES, mapped from `folder` beyond."""
 
     def __init__(self, folder: Path) -> None:
-        self._results = Results(GRANTED_BYTES, folder)
-        self._free: deque[Buffer] = deque()
+        self._mapped = Results(0, folder)
+        self._free: list[Room] = []
+        self._left = GRANTED_BYTES // BLOCK_BYTES
 
-    def take(self) -> Buffer:
+    def take(self) -> Room:
         """Take room for a block."""
-        return self._free.pop() if self._free else self._results.allocate(BLOCK_BYTES, torch.uint8).numpy()
+        if not self._free and self._left:
+            count = min(self._left, ROOMS_AT_ONCE)
+            self._left -= count
+            self._free += [Room(buffer, True) for buffer in map_buffers(BLOCK_BYTES, count)]
+        if not self._free:
+            return Room(self._mapped.allocate(BLOCK_BYTES, torch.uint8).numpy(), False)
+        return self._free.pop()
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, room: Room) -> None:
         """Let another block have it."""
-        self._free.append(buffer)
+        self._free.append(room)
 
 
 class Array:
@@ -92,7 +107,9 @@ class Array:
             part = values[(first - start) * geometry.itemsize : (last - start) * geometry.itemsize]
             if (first, last) == (begin, end):
                 self._begin(number)
-                self._finish(number, part)
+                buffer = self._blocks.wait_for_buffer()
+                buffer[: len(part)] = part
+                self._finish(number, buffer, len(part))
             else:
                 self._fill(number, first - begin, part, end - begin, waiting)
         self.missing -= count
@@ -109,24 +126,30 @@ class Array:
         if (partial := self._partials.get(number)) is None:
             self._begin(number)
             partial = self._partials[number] = _Partial(waiting.take(), [], elements)
+        memory = partial.room.memory
         last = first + len(part) // itemsize
         if any(first < end and begin < last for begin, end in partial.ranges):
             raise CheckpointValueError(f"{self._path}: some elements of block {number} were given twice")
         partial.ranges.append((first, last))
-        partial.values[first * itemsize : last * itemsize] = part
+        memory[first * itemsize : last * itemsize] = part
         partial.missing -= last - first
         if partial.missing == 0:
             del self._partials[number]
-            self._finish(number, partial.values[: elements * itemsize])
-            waiting.give_back(partial.values)
+            buffer, nbytes = self._blocks.wait_for_buffer(), elements * itemsize
+            if partial.room.is_ordinary:  # the two change places, and nothing is copied
+                waiting.give_back(Room(buffer, True))
+                buffer = memory
+            else:
+                buffer[:nbytes] = memory[:nbytes]
+                waiting.give_back(partial.room)
+            self._finish(number, buffer, nbytes)
 
-    def _finish(self, number: int, values: Buffer) -> None:
+    def _finish(self, number: int, buffer: Buffer, nbytes: int) -> None:
+        """Let a block be written that begins a buffer, and give that back."""
         geometry = self._node.geometry
-        buffer = self._blocks.wait_for_buffer()
         try:
             self._blocks.check()
-            buffer[: len(values)] = values
-            buffer[len(values) : geometry.block_bytes] = 0  # the last block's rest
+            buffer[nbytes : geometry.block_bytes] = 0  # the last block's rest
             if geometry.blocks == 1:
                 size = encode(geometry, buffer)
                 self._files.create(f"{self._path}/{self._node.file_of(0)}", buffer[:size].tobytes())

@@ -133,13 +133,21 @@ class Readers:
 
 def _buffers(block_bytes: int, least: int, most: int) -> tuple[queue.SimpleQueue[Buffer], int]:
     """Free buffers, `most` of them or as many as may be, and how many those are."""
-    room = round_up(block_bytes, PAGE_BYTES) + 2 * PAGE_BYTES  # a checksum behind, a page's rest before
-    count = max(least, min(most, _MOST_BYTES // room))
-    memory = map_host_memory(count * room).numpy()
+    count = max(least, min(most, _MOST_BYTES // _room_for(block_bytes)))
     free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-    for number in range(count):
-        free.put(memory[number * room : (number + 1) * room])
+    for buffer in map_buffers(block_bytes, count):
+        free.put(buffer)
     return free, count
+
+
+def map_buffers(block_bytes: int, count: int) -> list[Buffer]:
+    """So many page-aligned buffers for blocks, side by side: so most of them lie on huge pages."""
+    memory, room = map_host_memory(count * _room_for(block_bytes)).numpy(), _room_for(block_bytes)
+    return [memory[number * room : (number + 1) * room] for number in range(count)]
+
+
+def _room_for(block_bytes: int) -> int:
+    return round_up(block_bytes, PAGE_BYTES) + 2 * PAGE_BYTES  # a checksum behind, a page's rest before
 
 
 def checksum(*buffers: Any) -> bytes:
