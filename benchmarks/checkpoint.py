@@ -1,9 +1,10 @@
 """How fast checkpoints are saved and loaded, what that takes of memory, and what one beside training costs the steps.
 
 The state is twenty times the cpu tier, and lies on the disk that the checkpoint is written to: every byte is read there
-and written there. torch's way has all state in memory, and is `torch.save`, with the file synced, and `torch.load` with
-both `load_state_dict`s. What is read is read from the device: caches of files are dropped before. Peak memory is that
-of a fresh process that saves, loads and hands out a state dict.
+and written there, whether it is saved or loaded. torch's way has all state in memory, and moves the checkpoint alone:
+`torch.save`, with the file synced, and `torch.load` with both `load_state_dict`s. So ours is measured with all state in
+memory, too. What is read is read from the device: caches of files are dropped before. Peak memory is that of a fresh
+process that saves, loads and hands out a state dict.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,9 @@ EXTENTS = 16
 STEPS = 6
 SAMPLE_SECONDS = 0.002
 FIELDS = ("exp_avg", "exp_avg_sq")
+KINDS = ("save", "load")
+IN_MEMORY = {"save": "save, state in memory", "load": "load, state in memory"}
+OF_TORCH = {"save": "torch.save", "load": "torch.load"}
 BUFFERS = 128 << 20
 """Of memory that a save may take over the tiers: buffers for chunks, and for blocks of which only a part is known."""
 _RUN = """
@@ -84,16 +88,23 @@ class Model(nn.Module):
 
 
 class Contenders:
-    """The same training twice: with its state in tiers, and torch's in memory. All is saved in `folder`."""
+    """The same training three times: with its state in tiers, in the cpu tier, and torch's. All saved in `folder`."""
 
     def __init__(self, parameters: int, folder: Path) -> None:
         self.folder = folder
-        self.ours, self.theirs = Model(parameters), Model(parameters)
+        self.ours, self.in_memory, self.theirs = (Model(parameters) for _ in range(3))
         self.tiered = _tiered(self.ours, parameters, folder)
+        self.host = TieredAdamW(self.in_memory.named_parameters(), lr=RATE, tiers=["cpu"])
         self.torch = torch.optim.AdamW(self.theirs.parameters(), lr=RATE, fused=True)
-        for optimizer in (self.tiered, self.torch):
+        for optimizer in (self.tiered, self.host, self.torch):
             optimizer.step()
         self.nbytes = 12 * (parameters // LAYERS) * LAYERS
+        """Of weights and state."""
+
+    def close(self) -> None:
+        """Close ours."""
+        self.tiered.close()
+        self.host.close()
 
     def save(self) -> float:
         """Seconds of a checkpoint of ours."""
@@ -103,6 +114,15 @@ class Contenders:
         """Seconds of loading it."""
         _drop_caches(self.folder / "ours")
         return _seconds(lambda: self.tiered.load_checkpoint(self.folder / "ours", self.ours))
+
+    def save_memory(self) -> float:
+        """Seconds of a checkpoint of ours whose state is all in memory."""
+        return _seconds(lambda: self.host.save_checkpoint(self.folder / "memory", self.in_memory))
+
+    def load_memory(self) -> float:
+        """Seconds of loading it."""
+        _drop_caches(self.folder / "memory")
+        return _seconds(lambda: self.host.load_checkpoint(self.folder / "memory", self.in_memory))
 
     def torch_save(self) -> float:
         """Seconds of torch's, with its file on the disk."""
@@ -136,16 +156,18 @@ class Contenders:
             save.wait()
         total = time.perf_counter() - began
         for _ in range(STEPS):
+            self.host.step()
             self.torch.step()
         return total, max(taken), call
 
     def verify(self) -> int:
         """Compare what was loaded with what torch's optimizer has, to the bit."""
         verified = 0
-        for number, (mine, theirs) in enumerate(zip(self.ours.layers, self.theirs.layers, strict=True)):
-            state, wanted = self.tiered.state[mine], self.torch.state[theirs]
-            found = [mine, *(state[name] for name in FIELDS)]
-            verified += verify_bits(f"layer {number}", found, [theirs, *(wanted[name] for name in FIELDS)])
+        for model, optimizer in ((self.ours, self.tiered), (self.in_memory, self.host)):
+            for number, (mine, theirs) in enumerate(zip(model.layers, self.theirs.layers, strict=True)):
+                state, wanted = optimizer.state[mine], self.torch.state[theirs]
+                found = [mine, *(state[name] for name in FIELDS)]
+                verified += verify_bits(f"layer {number}", found, [theirs, *(wanted[name] for name in FIELDS)])
         return verified
 
 
@@ -157,12 +179,14 @@ def measure(
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=folders[0])))
         raw = closing.enter_context(RawDevice(folders[:1], volume))
         one = Contenders(parameters, folder)
-        closing.callback(one.tiered.close)
-        for run in (one.save, one.torch_save):  # what is saved later replaces something
+        closing.callback(one.close)
+        for run in (one.save, one.save_memory, one.torch_save):  # what is saved later replaces something
             run()
         runs: dict[str, Callable[[], Any]] = {
             "save": one.save,
             "load": one.load,
+            IN_MEMORY["save"]: one.save_memory,
+            IN_MEMORY["load"]: one.load_memory,
             "torch.save": one.torch_save,
             "torch.load": one.torch_load,
             "write": lambda: raw.measure("write", 8 << 20, 8).rate,
@@ -171,13 +195,14 @@ def measure(
             "steps, saving": lambda: one.steps(is_saving=True),
         }
         found = interleave(runs, rounds)
-        one.save()
-        one.load()
+        for run in (one.save, one.load, one.save_memory, one.load_memory):
+            run()
         verified = one.verify()
         nbytes = one.nbytes
     peaks = peaks_of(parameters, folders[0])
-    rates = {name: nbytes / median(found[name]) for name in ("save", "load", "torch.save", "torch.load")}
-    rates |= {"write": median(found["write"]), "read": median(found["read"])}
+    took = {name: median(found[name]) for kind in KINDS for name in (kind, IN_MEMORY[kind], OF_TORCH[kind])}
+    rates = {kind: median(found[kind]) for kind in ("write", "read")}
+    speed_up = {name: took[OF_TORCH[kind]] / took[name] for kind in KINDS for name in (kind, IN_MEMORY[kind])}
     plain, saving = ([median([run[n] for run in found[name]]) for n in range(3)] for name in ("steps", "steps, saving"))
     alone = median(found["save"])
     return Report(
@@ -190,31 +215,7 @@ def measure(
             for kind in ("write", "read")
         ),
         tables=(
-            Table(
-                "weights and state",
-                (
-                    Column("what", "what"),
-                    Column("seconds", "took", "seconds"),
-                    Column("rate", "GB/s", ".2f"),
-                    Column("of_torch", "x torch", ".2f"),
-                    Column("of_raw", "x raw", ".2f"),
-                ),
-                tuple(
-                    {
-                        "what": name,
-                        "seconds": nbytes / rates[name],
-                        "rate": rates[name] / 1e9,
-                        "of_torch": rates[name] / rates[other],
-                        "of_raw": rates[name] / rates[kind],
-                    }
-                    for name, other, kind in (
-                        ("save", "torch.save", "write"),
-                        ("torch.save", "torch.save", "write"),
-                        ("load", "torch.load", "read"),
-                        ("torch.load", "torch.load", "read"),
-                    )
-                ),
-            ),
+            _table_of(nbytes, took, rates),
             Table(
                 f"{STEPS} steps, and with a save beside them",
                 (
@@ -239,17 +240,53 @@ def measure(
             ),
         ),
         checks=(
-            _at_least("save over torch.save", rates["save"] / rates["torch.save"]),
-            _at_least("load over torch.load", rates["load"] / rates["torch.load"]),
+            *(_at_least(f"{kind} over {OF_TORCH[kind]}", speed_up[kind]) for kind in KINDS),
+            _at_least(
+                "both over both of torch's",
+                sum(took[OF_TORCH[kind]] for kind in KINDS) / sum(took[kind] for kind in KINDS),
+            ),
+            *(_at_least(f"{IN_MEMORY[kind]}, over {OF_TORCH[kind]}", speed_up[IN_MEMORY[kind]]) for kind in KINDS),
             _memory_check("a save", peaks["save"]),
             _memory_check("a load", peaks["load"]),
             _memory_check("torch.save of a state dict", peaks["dict"]),
         ),
         verified=f"{verified / 1e6:.1f} MB: weights and state that were loaded have the bits of torch's",
         notes=(
-            f"the state is {TIMES} times the cpu tier, and is read from the disk that the checkpoint is written to",
-            "torch's state is in memory: nothing is read for saving it, and nothing written for loading it",
+            f"the state is {TIMES} times the cpu tier, and lies on the disk that the checkpoint is written to",
+            "torch's state is in memory: nothing is read for saving it, and nothing written for loading it, as with "
+            "ours in memory",
         ),
+    )
+
+
+def _table_of(nbytes: int, took: Mapping[str, float], raw: Mapping[str, float]) -> Table:
+    """Rates of what the disk moves, held against its own: of a checkpoint, and of state on its way to or from it."""
+    swapped = nbytes * 2 // 3 * (TIMES - 1) // TIMES
+    rows = []
+    for kind, checkpoint, swap in (("save", "write", "read"), ("load", "read", "write")):
+        for name in (kind, IN_MEMORY[kind], OF_TORCH[kind]):
+            other = swapped if name == kind else 0
+            least = nbytes / raw[checkpoint] + other / raw[swap]
+            rows.append(
+                {
+                    "what": name,
+                    "seconds": took[name],
+                    "of_torch": took[OF_TORCH[kind]] / took[name],
+                    "moved": nbytes + other,
+                    "rate": (nbytes + other) / took[name] / 1e9,
+                    "of_raw": least / took[name],
+                }
+            )
+    columns = (
+        Column("what", "what"),
+        Column("seconds", "took", "seconds"),
+        Column("of_torch", "x torch", ".2f"),
+        Column("moved", "moved", "bytes"),
+        Column("rate", "GB/s", ".2f"),
+        Column("of_raw", "x raw", ".2f"),
+    )
+    return Table(
+        "weights and state", columns, tuple(rows), note="moved: by the disk, state from or to the swap file too"
     )
 
 
