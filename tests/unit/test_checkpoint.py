@@ -25,7 +25,7 @@ from tests.fakes import PATIENCE_SECONDS, RecordingFiles
 from tierstore.checkpoint import Entry, Reader, Writer
 from tierstore.checkpoint.blocks import THREADS, Buffer, Readers, checksum
 from tierstore.checkpoint.files import Files
-from tierstore.checkpoint.geometry import BLOCK_BYTES, PAGE_BYTES, Compression, geometry_for
+from tierstore.checkpoint.geometry import BLOCK_BYTES, PAGE_BYTES, SINGLE_BYTES, Compression, geometry_for
 from tierstore.checkpoint.tree import Tree
 from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError
 
@@ -91,6 +91,17 @@ def test_every_dtype_comes_back_bit_by_bit_and_zarr_reads_the_same(tmp_path: Pat
             assert str(array.dtype) == stored
             assert np.asarray(array[:]).tobytes() == bits(values).numpy().tobytes()
             assert array.attrs["dtype"] == str(values.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_an_array_of_one_block_that_is_not_small_is_a_shard(tmp_path: Path, compression: Compression) -> None:
+    values = random_bits(SINGLE_BYTES // 4 + 1, torch.float32)
+    save(tmp_path / "c", values, compression=compression)
+    array = zarr.open_array(tmp_path / "c/params/000000/exp_avg", mode="r")
+    assert array.shards == array.chunks == (263_168,)
+    assert np.asarray(array[:]).tobytes() == bits(values).numpy().tobytes()
+    with Reader(tmp_path / "c") as reader:
+        assert bits(load(reader)).equal(bits(values))
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -389,13 +400,14 @@ def test_a_tiny_filesystem_fills_and_the_old_checkpoint_stays(small_disk: Path) 
 
 
 def test_blocks_are_cut_where_spans_are_and_waste_little() -> None:
-    for elements in (1, 1000, BLOCK_BYTES // 4, BLOCK_BYTES // 4 + 1, 1_000_003, 3_000_000_000):
+    for elements in (1, 1000, 262_144, 262_145, BLOCK_BYTES // 4, BLOCK_BYTES // 4 + 1, 1_000_003, 3_000_000_000):
         for itemsize in (1, 2, 4, 8):
             geometry = geometry_for(elements, itemsize, "none")
             assert geometry.block_bytes <= BLOCK_BYTES
             assert geometry.blocks * geometry.block_elements >= elements
             stored = geometry.blocks * geometry.slot_bytes + geometry.shards * geometry.index_bytes
-            if geometry.blocks > 1:
+            assert bool(geometry.shard_blocks) == (elements * itemsize > SINGLE_BYTES)
+            if geometry.shard_blocks:
                 assert geometry.block_elements % 1024 == 0
                 assert stored <= elements * itemsize * 1.03 + 2 * geometry.slot_bytes
 

@@ -1,8 +1,8 @@
 """Writes one array, a part at a time, in any order: parts become blocks, full blocks go to their files.
 
 Every element is given exactly once. A block of which only a part is known waits in memory that its owner provides, and
-is written from there where it can be. Of an array of one block that is all there is; others go to shards directly, and a shard is synced when its index, which is
-the last of it, is written.
+is written from there if it can be. Of a small array that is all there is; others go to shards directly, and a shard is
+synced when its index, which is the last of it, is written.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tierstore.results import Results
 
 GRANTED_BYTES = 32 << 20
 ROOMS_AT_ONCE = 4
+"""Mapped together, so that most of their memory lies on huge pages."""
 _MISSING = np.uint64(2**64 - 1)
 """In an index: a block that the array does not have."""
 
@@ -150,13 +151,13 @@ class Array:
         try:
             self._blocks.check()
             buffer[nbytes : geometry.block_bytes] = 0  # the last block's rest
-            if geometry.blocks == 1:
+            if not geometry.shard_blocks:
                 size = encode(geometry, buffer)
                 self._files.create(f"{self._path}/{self._node.file_of(0)}", buffer[:size].tobytes())
         except BaseException:
             self._blocks.give_back(buffer)
             raise
-        if geometry.blocks == 1:
+        if not geometry.shard_blocks:
             self._blocks.give_back(buffer)
         else:
             self._blocks.submit(lambda filled: self._store(number, filled), buffer)

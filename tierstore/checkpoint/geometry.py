@@ -1,7 +1,7 @@
 """How the elements of one array lie in blocks, and blocks in files. Pure arithmetic.
 
 A **block** is what is checksummed, compressed and read at once: an inner chunk, in Zarr's words. Blocks lie in
-**shards**, files with an index at the end; an array of a single block is a file of its own without an index. Every
+**shards**, files with an index at the end; a small array is a single block, a file of its own without an index. Every
 block but a single one is stored whole, the last one padded with zeros. Without compression each block has a known place
 in its shard, at a multiple of a page, so that blocks can be written in any order and directly.
 """
@@ -15,9 +15,11 @@ from tierstore.layout import CUT_ELEMENTS, round_up
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 2 << 20
-"""At most, of a block that is written here. With half of it threads take twice as many turns at the interpreter; twice of
-it no longer stays in a core's own cache while it is copied and summed. Both take longer.
+"""At most, of a block that is written here. With half of it threads take twice as many turns at the interpreter; twice
+of it no longer stays in a core's own cache while it is copied and summed. Both take longer.
 """
+SINGLE_BYTES = 1 << 20
+"""At most, of an array that is written as a file of one block; larger ones are written past the page cache."""
 SHARD_BLOCKS = 256
 CHECKSUM_BYTES = 4
 _INDEX_ENTRY_BYTES = 16
@@ -88,9 +90,9 @@ class Geometry:
 
 def geometry_for(elements: int, itemsize: int, compression: Compression) -> Geometry:
     """Choose the geometry of an array to be written: blocks alike, of at most BLOCK_BYTES, cut where spans are."""
-    count = -(-elements * itemsize // BLOCK_BYTES)
-    if count <= 1:
+    if elements * itemsize <= SINGLE_BYTES:
         return Geometry(elements, itemsize, max(elements, 1), 0, compression)
+    count = -(-elements * itemsize // BLOCK_BYTES)
     block = round_up(-(-elements // count), CUT_ELEMENTS)
     blocks = -(-elements // block)
     return Geometry(elements, itemsize, block, min(blocks, SHARD_BLOCKS), compression)
