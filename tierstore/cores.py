@@ -1,5 +1,5 @@
 """How many cores the arithmetic of one thread takes; jobs side by side, on one core each. Changes nothing for other
-threads, and nothing for good.
+threads, and nothing for good but on threads of ours.
 
 torch's own `set_num_threads` is for the whole process: threads that begin meanwhile would keep the lower number, and a
 matrix product of somebody else's might be summed in another order. OpenMP's is for the calling thread alone.
@@ -69,13 +69,13 @@ def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
 
 
 def on_one_core(run: Callable[[], None]) -> None:
-    """Call a function that uses torch, on one core and without gradients, as the last thing that a thread does."""
+    """Call a function that uses torch, on one core and without gradients, on a thread that is ours for good."""
     stay_on_one_core()
     run()
 
 
 def stay_on_one_core() -> None:
-    """Let torch's operations on this thread, from now on, take one core and make no graph."""
+    """Let torch's operations on this thread, which must be ours, from now on take one core and make no graph."""
     torch.get_num_threads()  # torch sets a new thread's number when it is first asked
     if (change := _changer()) is not None:
         change(1)

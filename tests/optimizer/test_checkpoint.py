@@ -599,7 +599,7 @@ class TestFaults:
         self, tiers: str, where: str, tmp_path: Path
     ) -> None:
         """Blocks of state are read straight to where they go; weights beside them, the last ones after all state."""
-        parameters = seeded((600_000,), (700_000,))
+        parameters = seeded((1_200_000,), (1_400_000,))
         optimizer = made(parameters, tmp_path, tiers, chunk=512 * KIB)
         train(optimizer, parameters, range(2))
         for name in ("good", "bad"):
@@ -608,7 +608,7 @@ class TestFaults:
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-        others = seeded((600_000,), (700_000,), seed=9)
+        others = seeded((1_200_000,), (1_400_000,), seed=9)
         another = made(others, tmp_path, tiers, chunk=512 * KIB)
         train(another, others, range(1))
         with pytest.raises(DamagedCheckpointError, match=where):

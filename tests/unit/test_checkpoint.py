@@ -109,6 +109,7 @@ def test_arrays_of_many_blocks_and_shards_come_back(
     tmp_path: Path, compression: Compression, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierstore.checkpoint.geometry.SHARD_BLOCKS", 3)
+    monkeypatch.setattr("tierstore.checkpoint.reader._MOST_INDEXES", 1)  # one is forgotten while others read by it
     values = random_bits(8 * BLOCK_BYTES // 4 + 12_345, torch.float32)
     save(tmp_path / "c", values, compression=compression)
     assert len(list((tmp_path / "c/params/000000/exp_avg").glob("c.*"))) > 2
@@ -314,17 +315,16 @@ def test_scalars_and_empty_tensors_are_stored(tmp_path: Path) -> None:
 
 
 def test_elements_given_twice_or_never_or_beyond_the_end_are_refused(tmp_path: Path) -> None:
-    values = torch.zeros(700_000)
+    values = torch.zeros(1_400_000)
     with Writer(tmp_path / "c", header={}) as writer:
         writer.add("params", 0, flat_entry(values))
-        writer.write("params", 0, "exp_avg", 100, values[100:500_000])
-        with pytest.raises(CheckpointValueError, match="twice"):
-            writer.write("params", 0, "exp_avg", 499_999, values[:1])
-        with pytest.raises(CheckpointValueError, match="twice"):
-            writer.write("params", 0, "exp_avg", 200, values[:10])
-        with pytest.raises(CheckpointValueError, match="700,000"):
-            writer.write("params", 0, "exp_avg", 699_999, values[:2])
-        with pytest.raises(CheckpointValueError, match=r"params/000000/exp_avg \('w'\): 200,100 of 700,000"):
+        writer.write("params", 0, "exp_avg", 100, values[100:1_000_000])
+        for start in (200, 500_000, 999_999):  # of three blocks the one between is there as a whole
+            with pytest.raises(CheckpointValueError, match="twice"):
+                writer.write("params", 0, "exp_avg", start, values[:1])
+        with pytest.raises(CheckpointValueError, match="1,400,000"):
+            writer.write("params", 0, "exp_avg", 1_399_999, values[:2])
+        with pytest.raises(CheckpointValueError, match=r"params/000000/exp_avg \('w'\): 400,100 of 1,400,000"):
             writer.commit()
     assert os.listdir(tmp_path) == []
 
@@ -424,7 +424,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path) -> No
 
 
 def test_more_half_known_blocks_than_memory_is_granted_for_wait_in_a_file(tmp_path: Path) -> None:
-    """The first half of each of 48 blocks, 48 MiB of them, then the second halves, backwards."""
+    """The first half of each of 24 blocks, 48 MiB of them, then the second halves, backwards."""
     values = torch.arange(48 << 20, dtype=torch.int64).to(torch.uint8)
     half = BLOCK_BYTES // 2
     with Writer(tmp_path / "c", header={}) as writer:

@@ -109,7 +109,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "step negative": setting(GROUP, "attributes", "step", value=-1),
     "step of words": setting(GROUP, "attributes", "step", value="many"),
     "name of numbers": setting(GROUP, "attributes", "name", value=7),
-    "array of other length": setting(ARRAY, "shape", value=[600_001]),
+    "array of other length": setting(ARRAY, "shape", value=[1_200_001]),
     "chunks of nothing": setting(ARRAY, *SHARDING, "chunk_shape", value=[0]),
     "negative chunks": setting(ARRAY, *SHARDING, "chunk_shape", value=[-1]),
     "gigantic chunk": both(

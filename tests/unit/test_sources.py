@@ -156,7 +156,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-@pytest.mark.parametrize("size", [1000, 100_000, 300_001, ELEMENTS])
+@pytest.mark.parametrize("size", [1000, 100_000, 600_001, ELEMENTS])
 def test_every_block_is_read_once_whatever_cuts_it(saved: Path, results: Results, size: int) -> None:
     with CountingReader(saved) as reader:
         found = asked(Source(reader, results), ELEMENTS, every(size, ELEMENTS))

@@ -25,7 +25,7 @@ from tierstore.layout import round_up
 from tierstore.results import Results
 
 GRANTED_BYTES = 32 << 20
-ROOMS_AT_ONCE = 4
+MAPPED_AT_ONCE = 4
 """Mapped together, so that most of their memory lies on huge pages."""
 _MISSING = np.uint64(2**64 - 1)
 """In an index: a block that the array does not have."""
@@ -35,7 +35,7 @@ _MISSING = np.uint64(2**64 - 1)
 class _Partial:
     """A block of which not all elements have been given: its bytes, and the ranges of elements that are there."""
 
-    room: Room
+    memory: Memory
     ranges: list[tuple[int, int]]
     missing: int
 
@@ -49,34 +49,34 @@ class _Shard:
     end: int
 
 
-class Room(NamedTuple):
-    """Memory for a block; as a buffer it can be written from if it is ordinary."""
+class Memory(NamedTuple):
+    """Where a block waits; it is written from there if that is ordinary memory."""
 
-    memory: Buffer
+    buffer: Buffer
     is_ordinary: bool
 
 
 class Waiting:
-    """Rooms for blocks of which only a part is known: ordinary up to GRANTED_BYTES, mapped from `folder` beyond."""
+    """Memory for blocks of which only a part is known: ordinary up to GRANTED_BYTES, mapped from `folder` beyond."""
 
     def __init__(self, folder: Path) -> None:
         self._mapped = Results(0, folder)
-        self._free: list[Room] = []
+        self._free: list[Memory] = []
         self._left = GRANTED_BYTES // BLOCK_BYTES
 
-    def take(self) -> Room:
-        """Take room for a block."""
+    def take(self) -> Memory:
+        """Take memory for a block."""
         if not self._free and self._left:
-            count = min(self._left, ROOMS_AT_ONCE)
+            count = min(self._left, MAPPED_AT_ONCE)
             self._left -= count
-            self._free += [Room(buffer, True) for buffer in map_buffers(BLOCK_BYTES, count)]
+            self._free += [Memory(buffer, True) for buffer in map_buffers(BLOCK_BYTES, count)]
         if not self._free:
-            return Room(self._mapped.allocate(BLOCK_BYTES, torch.uint8).numpy(), False)
+            return Memory(self._mapped.allocate(BLOCK_BYTES, torch.uint8).numpy(), False)
         return self._free.pop()
 
-    def give_back(self, room: Room) -> None:
+    def give_back(self, memory: Memory) -> None:
         """Let another block have it."""
-        self._free.append(room)
+        self._free.append(memory)
 
 
 class Array:
@@ -127,7 +127,7 @@ class Array:
         if (partial := self._partials.get(number)) is None:
             self._begin(number)
             partial = self._partials[number] = _Partial(waiting.take(), [], elements)
-        memory = partial.room.memory
+        memory = partial.memory.buffer
         last = first + len(part) // itemsize
         if any(first < end and begin < last for begin, end in partial.ranges):
             raise CheckpointValueError(f"{self._path}: some elements of block {number} were given twice")
@@ -137,12 +137,12 @@ class Array:
         if partial.missing == 0:
             del self._partials[number]
             buffer, nbytes = self._blocks.wait_for_buffer(), elements * itemsize
-            if partial.room.is_ordinary:  # the two change places, and nothing is copied
-                waiting.give_back(Room(buffer, True))
+            if partial.memory.is_ordinary:  # the two change places, and nothing is copied
+                waiting.give_back(Memory(buffer, True))
                 buffer = memory
             else:
                 buffer[:nbytes] = memory[:nbytes]
-                waiting.give_back(partial.room)
+                waiting.give_back(partial.memory)
             self._finish(number, buffer, nbytes)
 
     def _finish(self, number: int, buffer: Buffer, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """Blocks on their way between memory and files: a few buffers, a few threads, and how a block becomes bytes and back.
 
-What a checkpoint's reading and writing takes of host memory is these buffers. Any number of blocks passes through them;
-who wants one waits. Nothing here knows what a block belongs to.
+What a checkpoint's reading and writing takes of host memory is these buffers. Any number of blocks passes through them,
+one after the other. Nothing here knows what a block belongs to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from tierstore.mapping import map_host_memory
 Buffer = npt.NDArray[np.uint8]
 
 THREADS = 6
-BUFFERS = 8
 _MOST_BYTES = 16 << 20
 """Of all buffers together, if the least there must be are not more."""
 MOST_PLACES = 16
@@ -48,7 +47,7 @@ class Blocks:
     """
 
     def __init__(self, block_bytes: int) -> None:
-        self._free, count = _buffers(block_bytes, 2, BUFFERS)
+        self._free, count = _buffers(block_bytes, 2)
         self._executor = ThreadPoolExecutor(min(THREADS, count), "tierstore-checkpoint", initializer=stay_on_one_core)
         self._under_way = threading.Condition()
         self._count = 0
@@ -103,7 +102,7 @@ class Readers:
     """
 
     def __init__(self, block_bytes: int) -> None:
-        self._free, count = _buffers(block_bytes, 3, THREADS + 1)
+        self._free, count = _buffers(block_bytes, 3)
         self._own = threading.local()
         self._executor = ThreadPoolExecutor(count - 1, "tierstore-checkpoint", initializer=self._begin)
 
@@ -131,9 +130,9 @@ class Readers:
         work(self._own.buffer)
 
 
-def _buffers(block_bytes: int, least: int, most: int) -> tuple[queue.SimpleQueue[Buffer], int]:
-    """Free buffers, `most` of them or as many as may be, and how many those are."""
-    count = max(least, min(most, _MOST_BYTES // _room_for(block_bytes)))
+def _buffers(block_bytes: int, least: int) -> tuple[queue.SimpleQueue[Buffer], int]:
+    """Free buffers, one more than threads or as many as may be, and how many those are."""
+    count = max(least, min(THREADS + 1, _MOST_BYTES // _buffer_bytes(block_bytes)))
     free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
     for buffer in map_buffers(block_bytes, count):
         free.put(buffer)
@@ -142,11 +141,12 @@ def _buffers(block_bytes: int, least: int, most: int) -> tuple[queue.SimpleQueue
 
 def map_buffers(block_bytes: int, count: int) -> list[Buffer]:
     """So many page-aligned buffers for blocks, side by side: so most of them lie on huge pages."""
-    memory, room = map_host_memory(count * _room_for(block_bytes)).numpy(), _room_for(block_bytes)
-    return [memory[number * room : (number + 1) * room] for number in range(count)]
+    size = _buffer_bytes(block_bytes)
+    memory = map_host_memory(count * size).numpy()
+    return [memory[number * size : (number + 1) * size] for number in range(count)]
 
 
-def _room_for(block_bytes: int) -> int:
+def _buffer_bytes(block_bytes: int) -> int:
     return round_up(block_bytes, PAGE_BYTES) + 2 * PAGE_BYTES  # a checksum behind, a page's rest before
 
 

@@ -2,8 +2,8 @@
 
 A **block** is what is checksummed, compressed and read at once: an inner chunk, in Zarr's words. Blocks lie in
 **shards**, files with an index at the end; a small array is a single block, a file of its own without an index. Every
-block but a single one is stored whole, the last one padded with zeros. Without compression each block has a known place
-in its shard, at a multiple of a page, so that blocks can be written in any order and directly.
+block in a shard is stored whole, the last one padded with zeros. Without compression each block has a known place in
+its shard, at a multiple of a page, so that blocks can be written in any order and directly.
 """
 
 from __future__ import annotations
