@@ -232,7 +232,7 @@ def _larger(holdings: Holdings, rooms: Mapping[str, Room], tier: str) -> Iterato
 def _plan_taking(holdings: Holdings, tier: str, extents: int, reason: str) -> Rebalance:
     room, limits = holdings.rooms[tier], holdings.limits[tier]
     missing = limits.most - room.extents
-    extents = min(extents, missing, holdings.most_at_once)
+    extents = min(extents, missing, max(holdings.most_at_once, limits.grows_by))
     if extents < missing:
         extents = extents // limits.grows_by * limits.grows_by
     if extents <= 0:

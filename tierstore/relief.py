@@ -16,7 +16,7 @@ from typing import Any
 
 from tierstore.errors import BusyStoreError, CapacityError, PolicyError, StoreClosedError, TierstoreError
 from tierstore.folders import disk_margin
-from tierstore.growth import SLABS_PER_TIER
+from tierstore.growth import slab_extents_of_memory
 from tierstore.housing import Setup
 from tierstore.placement import Need
 from tierstore.rebalance import Change, Holdings, Limits, Rebalance, is_called_for, plan_rebalance, plan_size
@@ -190,7 +190,8 @@ class Relief(Sizing):
         arena, most = tier.arena, self._most_of(tier.name)
         slabs = tuple(map(arena.lasting_in, arena.lasting_slabs()))
         untouched = 0 if tier.device.takes_memory_at_once else arena.untouched
-        return Limits(high, low, most, slabs, max(1, most // SLABS_PER_TIER), untouched * self._extent_bytes)
+        grows_by = slab_extents_of_memory(most, self._extent_bytes)
+        return Limits(high, low, most, slabs, grows_by, untouched * self._extent_bytes)
 
     def _most_of(self, name: str) -> int:
         """Extents that a tier may have: what it was given, or as many as there are chunks that could be in them."""

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tierstore.arena import Extent
 from tierstore.errors import CapacityError, LeaseError, TransferError
-from tierstore.growth import SLABS_PER_TIER
+from tierstore.growth import slab_extents_of, slab_extents_of_memory
 from tierstore.housing import Housing
 from tierstore.planning import plan_eviction, plan_step
 from tierstore.residency import Resident
@@ -68,8 +68,10 @@ class Sizing(Housing):
 
     def _grow(self, tier: Tier, extents: int) -> None:
         """Reserve what a tier lacks to be so large, in slabs that it can be given back in."""
-        slab = max(self.setup.slab_extents.get(tier.name, 1), extents // SLABS_PER_TIER)
-        tier.grow(max(0, extents - tier.arena.lasting), slab_extents=slab)
+        is_memory = isinstance(tier, MemoryTier)
+        slab = slab_extents_of_memory(extents, self._extent_bytes) if is_memory else slab_extents_of(extents)
+        least = self.setup.slab_extents.get(tier.name, 1)
+        tier.grow(max(0, extents - tier.arena.lasting), slab_extents=max(least, slab))
 
     def _join(self, name: str) -> None:
         """Open a tier of the policy that nothing needed until now, of no size yet."""

@@ -91,6 +91,13 @@ def test_a_tier_grows_to_its_limit_even_by_less_than_a_slab() -> None:
     assert plan_rebalance(now, {"cpu": used(20)}).sizes == {"cpu": 5}
 
 
+def test_a_tier_grows_by_a_slab_though_that_is_more_than_moves_at_once() -> None:
+    now = holdings(40, cpu=(4,), nvme=40)
+    now = replace(now, limits={"cpu": replace(now.limits["cpu"], most=40, grows_by=12)})
+    assert plan_rebalance(now, {"cpu": used(20)}).sizes == {"cpu": 16}
+    assert plan_rebalance(now, {"cpu": used(59)}).sizes == {}  # 11 extents below the low mark
+
+
 def test_files_grow_for_what_leaves_and_leave_room_for_eight_on_their_way() -> None:
     now = holdings(40, cpu=(4,) * 10, spare=100)
     plan = plan_rebalance(now, {"cpu": used(95)})
@@ -199,7 +206,8 @@ def test_every_plan_fits_and_stays_within_its_bounds(
             assert change.before - change.after <= max(now.most_at_once, bounds.slabs[0])
         elif change.after > change.before:
             assert may_grow and is_under(pressure[change.tier], bounds)
-            assert change.after <= bounds.most and change.after - change.before <= now.most_at_once
+            assert change.after <= bounds.most
+            assert change.after - change.before <= max(now.most_at_once, bounds.grows_by)
     before = now.rooms.get("nvme", Room(0)).extents
     assert before <= sizes.get("nvme", 0) <= before + now.spare
     assert str(plan)

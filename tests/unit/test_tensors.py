@@ -632,6 +632,15 @@ def test_tiers_of_a_full_store_change_their_size_and_no_byte(name: str) -> None:
             assert_holds(store, values)
 
 
+def test_a_tier_that_grows_lies_on_huge_pages_as_one_that_began_so_large(tmp_path: Path) -> None:
+    tiers = {"cpu": {"capacity": "2MiB"}, "nvme": {"capacity": "32MiB", "paths": [str(tmp_path)]}}
+    with TieredStore({"chunk_size": "1MiB", "tiers": tiers}) as store:
+        for tier in ("cpu", "nvme"):
+            store.resize(tier, "40MiB")
+        assert store.setup.tiers["cpu"].arena.slabs == (1, 1, 16, 16, 6)
+        assert store.setup.tiers["nvme"].arena.slabs == (2,) * 20  # of those, room moves in small pieces
+
+
 def test_sizes_are_given_as_in_a_policy(small: TieredStore) -> None:
     assert small.resize("nvme", "1MiB") == 1 << 20
     with pytest.raises(PolicyError, match=r"found tier 'disk'.*cpu, nvme"):
