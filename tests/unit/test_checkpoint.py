@@ -265,14 +265,14 @@ def test_a_read_that_ends_early_reads_no_block_that_has_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt, too, once ended a read of which all blocks were asked for, while threads went on writing them."""
-    save(tmp_path / "c", random_bits(32 * BLOCK_BYTES // 4, torch.float32))
+    save(tmp_path / "c", random_bits(10 * BLOCK_BYTES // 4, torch.float32))
     last_is_left, begun = threading.Event(), list[int]()
     submit, read_into = Readers.submit, Tree.read_into
 
     def submitted(readers: Readers, work: Callable[[Buffer], None]) -> Future[None]:
         future = submit(readers, work)
         asked.append(future)
-        if len(asked) == 32:
+        if len(asked) == 10:
             future.add_done_callback(lambda _: last_is_left.set())
         return future
 
