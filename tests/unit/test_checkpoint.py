@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -260,6 +260,38 @@ def test_threads_that_read_have_buffers_of_their_own_and_whoever_asks_another(bl
         future.result()
     assert len(set(addresses)) == count + 1
     readers.close()
+
+
+def test_a_read_that_ends_early_reads_no_block_that_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt, too, once ended a read of which all blocks were asked for, while threads went on writing them."""
+    save(tmp_path / "c", random_bits(10 * BLOCK_BYTES // 4, torch.float32))
+    last_is_left, begun = threading.Event(), list[int]()
+    submit, read_into = Readers.submit, Tree.read_into
+
+    def submitted(readers: Readers, work: Callable[[Buffer], None]) -> Future[None]:
+        future = submit(readers, work)
+        asked.append(future)
+        if len(asked) == 10:
+            future.add_done_callback(lambda _: last_is_left.set())
+        return future
+
+    def read(tree: Tree, name: str, offset: int, nbytes: int, buffer: Buffer) -> Buffer:
+        begun.append(offset)
+        if offset == 0:
+            raise KeyboardInterrupt
+        assert last_is_left.wait(PATIENCE_SECONDS)
+        return read_into(tree, name, offset, nbytes, buffer)
+
+    asked = list[Future[None]]()
+    monkeypatch.setattr(Readers, "submit", submitted)
+    monkeypatch.setattr(Tree, "read_into", read)
+    with Reader(tmp_path / "c") as reader:
+        with pytest.raises(KeyboardInterrupt):
+            load(reader)
+        assert all(future.done() for future in asked)
+        assert len(begun) <= THREADS + 1
 
 
 def test_a_codec_that_is_not_read_is_named(tmp_path: Path) -> None:

@@ -207,10 +207,12 @@ class Reader:
         try:
             for number in (first, *others):
                 under_way.append(self._begin(name, number, partial(_copy, geometry, number, start, target)))
+            for reading in under_way:
+                reading.result()
         finally:
+            for reading in under_way:
+                reading.cancel()
             wait(under_way)  # whatever happens, nothing is written into the caller's memory afterwards
-        for reading in under_way:
-            reading.result()
 
     def _now(self, name: str, number: int, use: Use, places: Places | None = None) -> None:
         """Read one block here, and give `use` its values, if they are not in their places by then."""
