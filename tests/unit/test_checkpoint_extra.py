@@ -220,7 +220,7 @@ def test_a_file_with_code_or_none_of_torchs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("hello")
     (tmp_path / "short.pt").write_bytes((tmp_path / "none.pt").read_bytes()[:200])
     reasons = {
-        "code": r"it holds a (builtins\.)?print, and only tensors and plain values are read",  # torch 2.6 names the module
+        "code": r"it holds a (builtins\.)?print, and only tensors and plain values are read",  # named in torch 2.6
         "list": "holds a list",
         "none": "neither an optimizer's state dict nor a model's",
         "text": "it is no file that torch.save wrote",
