@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tierstore.device import Device
 from tierstore.errors import CapacityError, InvariantError, LeaseError, TransferTimeoutError
-from tierstore.growth import SLABS_PER_TIER, grow_to_fit
+from tierstore.growth import grow_to_fit, slab_extents_of
 from tierstore.pieces import Kind, Piece, Shelf
 from tierstore.placement import Asked, Need
 from tierstore.rebalance import Rebalance
@@ -108,9 +108,7 @@ class PieceStore(ChunkStore):
         if not self._growing:
             return
         arenas = {name: tier.arena for name, tier in self.setup.tiers.items()}
-        slabs = {
-            name: max(self.setup.slab_extents[name], arena.capacity // SLABS_PER_TIER) for name, arena in arenas.items()
-        }
+        slabs = {name: max(self.setup.slab_extents[name], slab_extents_of(a.capacity)) for name, a in arenas.items()}
         needs = [Need(info.compute, info.named, self._ledger.home(chunk)) for chunk, info in self._infos.items()]
         needs += [Need(info.compute, info.named) for info in new.values()]
         rooms = grow_to_fit(
