@@ -1,10 +1,11 @@
 """Reads tensors of a checkpoint, or parts of them, in the storage order of whoever takes them, bit by bit.
 
 Who wants a bit says where it goes, and bits that lie together are read at once, in a **window**. Where a part is stored
-as it is wanted, that is a block: threads read it straight to the places of its bits, or copy each there, and check it,
-while the next bits are asked for. What must be put together of several parts is read where it is asked for. Where the
-order is another one, what is wanted of the tensor is read and reordered at once, one tensor at a time, in memory or, if
-it is large, in a mapped file.
+as it is wanted, that is a block: threads read it, check it and copy each bit to its place, while the next bits are
+asked for. Reading straight to the places would save a copy; but weights lie on small pages, in which a disk brings a
+block up to twice as slowly as into the readers' buffers. What must be put together of several parts is read where it is
+asked for. Where the order is another one, what is wanted of the tensor is read and reordered at once, one tensor at a
+time, in memory or, if it is large, in a mapped file.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tierstore.checkpoint.blocks import Buffer, Places
+from tierstore.checkpoint.blocks import Buffer
 from tierstore.checkpoint.entries import Entry
-from tierstore.checkpoint.geometry import PAGE_BYTES
 from tierstore.checkpoint.parts import Part, Read, gather, is_same_order, strides_in_order_of
 from tierstore.checkpoint.reader import StoredBlocks
 from tierstore.mapping import map_host_memory
@@ -90,17 +90,6 @@ class Window:
                 place.copy_(values[start : start + count])
             else:
                 place(values[start : start + count])
-
-    def memories(self) -> list[Buffer] | None:
-        """The bytes of the places of all bits, if those are whole pages, which can be read to directly."""
-        found = []
-        for _, _, place in self._bits:
-            if not isinstance(place, Tensor) or (place.data_ptr() | place.nbytes) % PAGE_BYTES:
-                return None
-            if place.is_conj() or place.is_neg():  # its memory holds something else than its values
-                return None
-            found.append(place.detach().view(torch.uint8).numpy())
-        return found
 
     def wait(self) -> None:
         """Wait until all bits are in their places, which must have begun. Raises what went wrong."""
@@ -239,6 +228,4 @@ def _begin_block(blocks: StoredBlocks, dtype: torch.dtype, window: Window) -> Fu
             values = values.clone()
         window.deal(values.view(dtype)[skipped:])
 
-    memories, skipped_bytes = window.memories(), skipped * dtype.itemsize
-    places = Places(skipped_bytes, memories) if memories and skipped_bytes % PAGE_BYTES == 0 else None
-    return blocks.begin(number, deal, places)
+    return blocks.begin(number, deal)

@@ -177,7 +177,7 @@ class Restoration:
         """
         while self._straight:
             number, wanted, start, part = self._straight.popleft()
-            torch.autograd.graph.increment_version(part)  # reading does not, and a graph that has kept it must hear
+            torch.autograd.graph.increment_version(part)  # who reads parts together does not; a kept graph must hear
             memory = range(part.data_ptr(), part.data_ptr() + part.nbytes)
             while any(memory.start < other.stop and other.start < memory.stop for _, other in self._under_way):
                 self._wait(len(self._under_way) - 1, tell)

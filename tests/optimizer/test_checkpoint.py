@@ -28,7 +28,6 @@ from tests.optimizer.cases import (
 )
 from tests.optimizer.settings import go_on, network
 from tierstore import checkpoint
-from tierstore.checkpoint.blocks import Places
 from tierstore.checkpoint.parts import Part
 from tierstore.checkpoint.reader import Reader, StoredBlocks, Use
 from tierstore.contents import Header
@@ -40,7 +39,6 @@ from tierstore.errors import (
     StateDictError,
 )
 from tierstore.export.wrapped import tiered_of
-from tierstore.mapping import map_host_memory
 from tierstore.optimizer import TieredAdam, TieredAdamW, TieredLAMB, TieredLion, TieredSGD
 from tierstore.results import Results
 from tierstore.sources import Source
@@ -122,8 +120,8 @@ class PatientReader(Reader):
         blocks = super().blocks(section, number, field, wanted)
         return blocks and StoredBlocks(blocks.elements, partial(self._begin_noted, number, blocks.begin))
 
-    def _begin_noted(self, tensor: int, begin: Any, number: int, use: Use, places: Places | None) -> Any:
-        if (reading := begin(number, use, places)) is None:
+    def _begin_noted(self, tensor: int, begin: Any, number: int, use: Use) -> Any:
+        if (reading := begin(number, use)) is None:
             return None
         self.unwaited_at[tensor], self.unwaited = self.unwaited, self.unwaited + 1
         return Waited(reading, self)
@@ -140,11 +138,6 @@ class Waited(Future[None]):
     def result(self, timeout: float | None = None) -> None:
         self._reading.result(timeout)
         self._reader.unwaited -= 1
-
-
-def in_pages(values: Tensor) -> Tensor:
-    """The same in memory of its own, from a page's beginning on."""
-    return map_host_memory(values.nbytes).view(values.dtype).copy_(values)
 
 
 def straight(folder: Path, steps: int, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[list[Parameter], Any]:
@@ -506,12 +499,10 @@ class TestModels:
     def test_a_buffer_whose_memory_holds_something_else_than_its_values_gets_its_values(
         self, view: Any, tmp_path: Path
     ) -> None:
-        """Of whole pages, which values are read straight to where that is the same."""
-
         def model(seed: int) -> nn.Module:
             made_of = nn.Linear(3, 3)
             values = torch.randn(PAGES_ELEMENTS, 2, generator=torch.Generator().manual_seed(seed))
-            made_of.register_buffer("lazy", view(in_pages(torch.view_as_complex(values))))
+            made_of.register_buffer("lazy", view(torch.view_as_complex(values)))
             return made_of
 
         one, other = model(1), model(2)
@@ -540,7 +531,7 @@ class TestModels:
 
     def test_a_graph_from_before_a_load_hears_that_weights_were_changed(self, tmp_path: Path) -> None:
         """They are read into memory that autograd does not see written to."""
-        parameters = [Parameter(in_pages(torch.ones(PAGES_ELEMENTS)))]
+        parameters = [Parameter(torch.ones(PAGES_ELEMENTS))]
         optimizer = made(parameters, tmp_path)
         optimizer.save_checkpoint(tmp_path / "saved", Weighted(parameters))
         loss = (parameters[0] * parameters[0]).sum()
@@ -553,7 +544,7 @@ class TestModels:
         optimizer, saved = made([Parameter(torch.ones(3))], tmp_path), Weighted(seeded((PAGES_ELEMENTS,), (3,)))
         saved.weights.append(Parameter(torch.ones(PAGES_ELEMENTS)))
         optimizer.save_checkpoint(tmp_path / "saved", saved)
-        weight = Parameter(in_pages(torch.zeros(PAGES_ELEMENTS)))
+        weight = Parameter(torch.zeros(PAGES_ELEMENTS))
         tied = Weighted([weight, Parameter(torch.zeros(3)), weight])
         with PatientReader(tmp_path / "saved") as reader:
             source = Source(reader, Results(1 << 20))

@@ -12,9 +12,8 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
@@ -33,8 +32,6 @@ Buffer = npt.NDArray[np.uint8]
 THREADS = 6
 _MOST_BYTES = 16 << 20
 """Of all buffers together, if the least there must be are not more."""
-MOST_PLACES = 16
-"""That a block is read to at once."""
 _ZSTD_MAGIC = 0xFD2FB528
 
 _log = logging.getLogger("tierstore.checkpoint")
@@ -150,14 +147,13 @@ def _buffer_bytes(block_bytes: int) -> int:
     return round_up(block_bytes, PAGE_BYTES) + 2 * PAGE_BYTES  # a checksum behind, a page's rest before
 
 
-def checksum(*buffers: Any) -> bytes:
-    """The crc32c of bytes, as it is stored behind them. Takes arrays and bytes; no writable memoryview."""
+def checksum(content: Any) -> bytes:
+    """The crc32c of bytes, as it is stored behind them. Takes an array or bytes; no writable memoryview."""
     found, unlocked = 0, _unlocked_crc32c()
-    for one in buffers:
-        if unlocked is None or not isinstance(one, np.ndarray):
-            found = google_crc32c.extend(found, one)
-        else:
-            found = unlocked(found, one.ctypes.data, one.nbytes)
+    if unlocked is None or not isinstance(content, np.ndarray):
+        found = google_crc32c.value(content)
+    else:
+        found = unlocked(found, content.ctypes.data, content.nbytes)
     return found.to_bytes(CHECKSUM_BYTES, "little")
 
 
@@ -205,49 +201,15 @@ def decode(where: str, geometry: Geometry, stored: Buffer) -> Buffer:
         if len(stored) < CHECKSUM_BYTES:
             raise DamagedCheckpointError(f"{where} has {len(stored)} bytes, too few for a checksum")
         stored, wanted = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:].tobytes()
-        _check(where, checksum(stored), wanted)
+        if (found := checksum(stored)) != wanted:
+            raise DamagedCheckpointError(
+                f"{where} is damaged: its checksum is {found.hex()}, stored is {wanted.hex()}; its values are lost"
+            )
     if geometry.compression == "zstd":
         return _decompress(where, geometry, stored)
     if len(stored) != geometry.block_bytes:
         raise DamagedCheckpointError(f"{where} has {len(stored):,} bytes, not {geometry.block_bytes:,}")
     return stored
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where values of a block belong, those from byte `skipped` on: memory after memory, in whole pages each."""
-
-    skipped: int
-    memories: Sequence[Buffer]
-
-    def around(self, geometry: Geometry, offset: int, nbytes: int, buffer: Buffer) -> list[Buffer] | None:
-        """Buffers that a stored block can be read to at once: what is not wanted, and the sum, to `buffer`.
-
-        None if it cannot: what is stored are not the values, or does not begin where a page of the file does; or there
-        are so many places that to copy it takes less.
-        """
-        is_plain = geometry.compression == "none" and geometry.has_checksum
-        is_whole = nbytes == geometry.block_bytes + CHECKSUM_BYTES
-        if not is_plain or not is_whole or offset % PAGE_BYTES or len(self.memories) > MOST_PLACES:
-            return None
-        rest = nbytes - self.skipped - sum(map(len, self.memories))
-        behind = buffer[self.skipped :][: round_up(rest, PAGE_BYTES)]
-        return [*([buffer[: self.skipped]] if self.skipped else []), *self.memories, behind]
-
-
-def check_scattered(where: str, buffers: Sequence[Buffer], nbytes: int) -> None:
-    """Verify a block of so many bytes, its checksum among them, over several buffers. Raises DamagedCheckpointError."""
-    *before, last = buffers
-    end = nbytes - sum(map(len, before))
-    found = checksum(*before, last[: end - CHECKSUM_BYTES])
-    _check(where, found, last[end - CHECKSUM_BYTES : end].tobytes())
-
-
-def _check(where: str, found: bytes, wanted: bytes) -> None:
-    if found != wanted:
-        raise DamagedCheckpointError(
-            f"{where} is damaged: its checksum is {found.hex()}, stored is {wanted.hex()}; its values are lost"
-        )
 
 
 def _decompress(where: str, geometry: Geometry, stored: Buffer) -> Buffer:

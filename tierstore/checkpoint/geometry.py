@@ -67,6 +67,10 @@ class Geometry:
             return 0
         return self.shard_blocks * _INDEX_ENTRY_BYTES + (CHECKSUM_BYTES if self.has_index_checksum else 0)
 
+    def index_offset(self, shard_bytes: int) -> int:
+        """Where the index of a shard of so many bytes begins."""
+        return 0 if self.is_index_first else max(0, shard_bytes - self.index_bytes)
+
     def blocks_in(self, shard: int) -> int:
         """How many blocks of the array lie in a shard."""
         width = self.shard_blocks or 1

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tierstore.checkpoint import extra
-from tierstore.checkpoint.blocks import Buffer, Places, Readers, check_scattered, checksum, decode
+from tierstore.checkpoint.blocks import Buffer, Readers, checksum, decode
 from tierstore.checkpoint.documents import METADATA, ArrayNode, group_attributes, load, parse_array
 from tierstore.checkpoint.entries import SECTIONS, VALUES, Entry, Json, from_attributes, node_name
 from tierstore.checkpoint.files import Files, resolved
@@ -70,12 +70,10 @@ class StoredBlocks:
     """An array of blocks of so many elements; `begin` reads the one of a number, for whoever uses it, on a thread.
 
     Or, with None for an answer, at once and here, if the array is so small that handing it to a thread takes longer.
-    Where it is told places and can read straight to them, it does, and nobody uses the block: they have what was
-    written if nothing is raised, else anything.
     """
 
     elements: int
-    begin: Callable[[int, Use, Places | None], Future[None] | None]
+    begin: Callable[[int, Use], Future[None] | None]
 
 
 class _Index:
@@ -168,6 +166,7 @@ class Reader:
                 name = f"{node}/{field}"
                 geometry = self._arrays[name].geometry
                 is_small = geometry.blocks == 1 and geometry.block_bytes <= _SMALL_BYTES
+                self._expect_indexes(name)
                 return StoredBlocks(geometry.block_elements, partial(self._now if is_small else self._begin, name))
         return None
 
@@ -214,28 +213,23 @@ class Reader:
                 reading.cancel()
             wait(under_way)  # whatever happens, nothing is written into the caller's memory afterwards
 
-    def _now(self, name: str, number: int, use: Use, places: Places | None = None) -> None:
-        """Read one block here, and give `use` its values, if they are not in their places by then."""
-        self._threads().work_here(self._work(name, number, use, places))
+    def _now(self, name: str, number: int, use: Use) -> None:
+        """Read one block here, and give `use` its values."""
+        self._threads().work_here(self._work(name, number, use))
 
-    def _begin(self, name: str, number: int, use: Use, places: Places | None = None) -> Future[None]:
+    def _begin(self, name: str, number: int, use: Use) -> Future[None]:
         """Let a thread do that."""
-        return self._threads().submit(self._work(name, number, use, places))
+        return self._threads().submit(self._work(name, number, use))
 
-    def _work(self, name: str, number: int, use: Use, places: Places | None) -> Callable[[Buffer], None]:
-        """What reads one block into its places, or else into a buffer for `use`, on any thread."""
+    def _work(self, name: str, number: int, use: Use) -> Callable[[Buffer], None]:
+        """What reads one block into a buffer and gives its values to `use`, on any thread."""
         array = self._arrays[name]
 
         def work(buffer: Buffer) -> None:
             file, offset, nbytes = self._place(name, array, number)
             begin, end = array.geometry.range_of(number)
-            where = f"{self.path}/{file}, elements {begin:,} to {end:,}"
-            buffers = None if places is None else places.around(array.geometry, offset, nbytes, buffer)
-            if buffers is None:
-                use(decode(where, array.geometry, self.tree.read_into(file, offset, nbytes, buffer)))
-            else:
-                self.tree.read_scattered(file, offset, nbytes, buffers)
-                check_scattered(where, buffers, nbytes)
+            stored = self.tree.read_into(file, offset, nbytes, buffer)
+            use(decode(f"{self.path}/{file}, elements {begin:,} to {end:,}", array.geometry, stored))
 
         return work
 
@@ -271,11 +265,19 @@ class Reader:
                 index.entries = self._read_index(file, array.geometry, size)
             return index.entries
 
+    def _expect_indexes(self, name: str) -> None:
+        """Let the kernel read the first indexes of an array meanwhile, so that no thread has to wait for one."""
+        array = self._arrays[name]
+        geometry = array.geometry
+        for shard in range(min(geometry.shards, _MOST_INDEXES) if geometry.shard_blocks else 0):
+            file = f"{name}/{array.file_of(shard)}"
+            self.tree.expect(file, geometry.index_offset(self.tree.size(file)), geometry.index_bytes)
+
     def _read_index(self, file: str, geometry: Geometry, size: int) -> npt.NDArray[np.uint64]:
         nbytes = geometry.index_bytes
         if size < nbytes:
             raise DamagedCheckpointError(f"{self.path}/{file} has {size:,} bytes, less than its index of {nbytes:,}")
-        stored = self.tree.read_range(file, 0 if geometry.is_index_first else size - nbytes, nbytes)
+        stored = self.tree.read_range(file, geometry.index_offset(size), nbytes)
         if geometry.has_index_checksum:
             stored, wanted = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
             if checksum(stored) != wanted:

@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from tierstore.checkpoint.blocks import Buffer
@@ -91,26 +91,31 @@ class Tree:
             raise DamagedCheckpointError(f"{self.path}/{name} ended after {offset + len(content):,} bytes")
         return content
 
+    def expect(self, name: str, offset: int, nbytes: int) -> None:
+        """Let the kernel begin to read a part of a file that `read_range` will be asked for."""
+        with self._told(name, "the file cannot be read"):
+            fd = self._open(name, 0)
+            try:
+                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
+
     def read_into(self, name: str, offset: int, nbytes: int, buffer: Buffer) -> Buffer:
         """Read a part of a file into a page-aligned buffer with two pages to spare; return where it lies there."""
         begin = offset // PAGE_BYTES * PAGE_BYTES
         length = -(-(offset + nbytes - begin) // PAGE_BYTES) * PAGE_BYTES
-        self.read_scattered(name, begin, offset - begin + nbytes, [buffer[:length]])
-        return buffer[offset - begin :][:nbytes]
-
-    def read_scattered(self, name: str, offset: int, nbytes: int, buffers: Sequence[Buffer]) -> None:
-        """Read a part of a file, from a page's beginning on, into several buffers: whole pages of its own."""
-        flags = os.O_DIRECT if self._direct else 0
+        flags, wanted = os.O_DIRECT if self._direct else 0, offset - begin + nbytes
         with self._told(name, "the file cannot be read"):
             try:
-                found = self._fill(name, offset, buffers, nbytes, flags)
+                found = self._fill(name, begin, buffer[:length], wanted, flags)
             except OSError as error:
                 if error.errno != errno.EINVAL or not flags:  # whatever other threads have found out meanwhile
                     raise
                 self._direct = False
-                found = self._fill(name, offset, buffers, nbytes, 0)
-        if found < nbytes:
-            raise DamagedCheckpointError(f"{self.path}/{name} ended after {offset + found:,} bytes")
+                found = self._fill(name, begin, buffer[:length], wanted, 0)
+        if found < wanted:
+            raise DamagedCheckpointError(f"{self.path}/{name} ended after {begin + found:,} bytes")
+        return buffer[offset - begin : wanted]
 
     @contextlib.contextmanager
     def _told(self, name: str, what: str) -> Iterator[None]:
@@ -123,20 +128,16 @@ class Tree:
                 f"{self.path}/{name} is missing: the checkpoint is not complete, or was removed while it was read"
             ) from error
 
-    def _fill(self, name: str, offset: int, buffers: Sequence[Buffer], wanted: int, flags: int) -> int:
-        left: list[Any] = list(buffers)
+    def _fill(self, name: str, offset: int, buffer: Buffer, wanted: int, flags: int) -> int:
+        target: Any = buffer
         fd = self._open(name, flags)
         try:
             found = 0
             while found < wanted:
-                count = os.preadv(fd, left, offset + found)
+                count = os.preadv(fd, [target[found:]], offset + found)
                 if count == 0:
                     break
                 found += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if count:
-                    left[0] = left[0][count:]
             return found
         finally:
             os.close(fd)
