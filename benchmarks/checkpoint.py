@@ -42,6 +42,7 @@ from benchmarks.harness import (
     VerificationError,
     command,
     environment,
+    fio_entries,
     folders_of,
     interleave,
     median,
@@ -223,7 +224,8 @@ def measure(
         raw=tuple(
             {"kind": kind, "request": 8 << 20, "in_flight": 8, "gb_per_s": rates[kind] / 1e9}
             for kind in ("write", "read")
-        ),
+        )
+        + fio_entries(folders[0], ("write", "read"), 8 << 20, 8, volume),
         tables=(
             _table_of(nbytes, found, rates),
             Table(

@@ -225,4 +225,5 @@ def test_the_command_runs_a_peer_in_a_process_of_its_own(tmp_path: Path) -> None
     (row,) = report.tables[0].rows
     assert row["name"] == "memory-mapped, page cache" and row["rate"] > 0
     assert report.tables[1].rows[0]["weights"] == "same bits"
+    assert report.options["only"] == ["memory-mapped, page"] and "--quick" in report.notes[0]
     assert str(tmp_path) not in found.read_text()
