@@ -43,6 +43,7 @@ from benchmarks.harness import (
     command,
     fill,
     fio_entries,
+    open_console,
     verify,
 )
 from benchmarks.harness.command import drawable
@@ -360,6 +361,16 @@ class TestResults:
         text = printed.getvalue()
         assert text.count("100,000.0") == len(rows) * len(keys)
         assert all(word in text for word in (">= 3.5", "3.69", "reached")) and "…" not in text
+
+    def test_brackets_are_printed_as_they_are(self) -> None:
+        """An absent peer's remedy was `pip install 'tierstore'`: rich took the extra, in brackets, for a style."""
+        text = "pip install 'tierstore[peers]'"
+        table = Table(text, (Column("system", text),), ({"system": text},), note=text)
+        check = Check(text, text, text, False)
+        report = Report("peers", text, {}, {}, (table,), text, checks=(check,), notes=(text,))
+        printed = io.StringIO()
+        print_report(open_console(printed), report)
+        assert printed.getvalue().count("tierstore[peers]") == 10
 
     def test_results_name_no_folder(self, tmp_path: Path) -> None:
         run(scaling.main, tmp_path, f"--folder={tmp_path}")
