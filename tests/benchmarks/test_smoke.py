@@ -110,14 +110,14 @@ class TestSmoke:
     ) -> None:
         trace = tmp_path / "trace.json"
         report = run(step_time.main, tmp_path, f"--folder={tmp_path}", "--rounds=1", f"--trace={trace}")
-        links = [row for row in report.tables[1].rows if row["link"] == "cpu-nvme"]
-        assert len(links) == 5 and all(0 < row["moved"] <= row["bound"] for row in links)
-        for figure in (
-            "bytes per parameter",
-            "over max(I/O, arithmetic)",
-        ):  # misses of all are told
-            claimed = [check.claim for check in report.checks if check.claim.endswith(figure)]
-            assert claimed == [f"{row['tiers']}: {figure}" for row in links]
+        links = report.tables[1].rows
+        files = [row for row in links if row["link"] == "cpu-nvme"]
+        assert len(links) == len(files) + 1 == 7
+        assert all(0 < row["moved"] <= row["bound"] for row in links if row["tiers"] != "cpu+nvme 100%")
+        assert row(report, 1, tiers="cpu+nvme 100%")["moved"] == 0
+        claims = [check.claim for check in report.checks]  # misses of all are told
+        assert claims[: len(links)] == [f"{row['tiers']}: bytes per parameter on {row['link']}" for row in links]
+        assert claims[-len(files) :] == [f"{row['tiers']}: over max(I/O, arithmetic)" for row in files]
         assert kinds(report) == ["mixed", "fio mixed"]
         events = json.loads(trace.read_text())["traceEvents"]
         tracks = {str(event["args"].get("name")) for event in events}
@@ -238,7 +238,7 @@ class TestRetention:
         self, tmp_path: Path
     ) -> None:
         report = run(retention.main, tmp_path)
-        assert len(report.checks) == 16 and all(check.holds for check in report.checks)
+        assert len(report.checks) == 20 and all(check.holds for check in report.checks)
         rows = {row["policy"]: row for row in report.tables[0].rows}
         for share in retention.SHARES:
             assert rows["tierstore"][f"hits{share}"] == max(row[f"hits{share}"] for row in rows.values())
