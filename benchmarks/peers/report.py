@@ -142,7 +142,7 @@ def report_of(figures: Figures) -> Report:
         options={"work": work.to_dict(), "rounds": len(figures.raw), "steps": figures.steps}
         | ({"fragmented": True} if figures.is_fragmented else {})
         | ({"only": list(figures.only)} if figures.only else {}),
-        environment=environment([figures.folder]),
+        environment=environment([figures.folder], _policies(figures, whole)),
         tables=(
             Table(
                 f"{work.numel:,} {work.dtype} parameters on {work.device}, medians", columns, tuple(speed), NOTE_SPEED
@@ -155,6 +155,12 @@ def report_of(figures: Figures) -> Report:
         notes=tuple(_notes(figures, builds)),
         extra={name: _extra(figures, name) for name in whole},
     )
+
+
+def _policies(figures: Figures, names: Sequence[str]) -> dict[str, Any]:
+    """The policies of tierstore's rows; how all others were set is in `extra`."""
+    described = {name: (figures.ends[name] or {})["described"] for name in names}
+    return {name: found["policy"] for name, found in described.items() if "policy" in found}
 
 
 def _notes(figures: Figures, builds: Sequence[float]) -> Iterator[str]:

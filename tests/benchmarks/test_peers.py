@@ -119,6 +119,7 @@ class TestReport:
         ours, _, absent = report.tables[0].rows
         assert ours["beside"] == 3.0 and ours["iterations"] == 2.5 and ours["rate"] == work.numel
         assert absent == {"name": "torchao", "trouble": "absent: no CUDA"}
+        assert list(report.environment["policy"]) == ["tierstore"]
         assert report.checks[0].seen == "3.00" and report.checks[0].holds is None
         assert Report.from_dict(report.to_dict()) == report
 

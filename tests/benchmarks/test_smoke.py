@@ -149,6 +149,7 @@ class TestSmoke:
         rows = report.tables[0].rows
         assert len(rows) == 10 and all(row["predicted"] > 0 and row["measured"] > 0 for row in rows)
         assert report.verified.startswith("what plans said of 8.7 MB")
+        assert list(report.environment["policy"]) == [row["policy"] for row in rows]
 
     def test_memory_counts_what_is_reserved_of_each_tier(self, tmp_path: Path) -> None:
         found = memory.measure_here("cpu+nvme", str(64 << 10), 1 << 15, 4, 16 << 10, [str(tmp_path)])
@@ -168,6 +169,7 @@ class TestSmoke:
         assert [one.holds for one in report.checks[-3:]] == [True] * 3  # memory
         assert report.verified.startswith("4.7 MB")
         assert kinds(report) == ["write", "read", "fio write", "fio read"]
+        assert set(report.environment["policy"]) == {"chunk_size", "tiers"}
 
     def test_pressure_moves_no_more_than_its_bound_and_leaves_every_bit_as_it_was(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
