@@ -209,7 +209,7 @@ def _has(state: Mapping[str, str]) -> bool:
 def _check(row: Mapping[str, Any]) -> Check:
     seen, target = row["of_fused"], row["target"]
     return Check(
-        f"{row['way']}, {row['case']}: of torch fused", f"at least {target:.2f}", f"{seen:.2f}", seen >= target
+        f"{row['way']}, {row['case']}: of torch fused", f"at least {target:.2f}", f"{seen:.3f}", seen >= target
     )
 
 

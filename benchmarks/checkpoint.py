@@ -42,6 +42,7 @@ from benchmarks.harness import (
     VerificationError,
     command,
     environment,
+    fio_entries,
     folders_of,
     interleave,
     median,
@@ -219,11 +220,12 @@ def measure(
         benchmark="checkpoint",
         question="how fast are checkpoints, what memory do they take, and what does one cost the training beside it?",
         options={"parameters": parameters, "layers": LAYERS, "times": TIMES, "steps": STEPS, "rounds": rounds},
-        environment=environment(folders),
+        environment=environment(folders, _policy(parameters, folders[0])),
         raw=tuple(
             {"kind": kind, "request": 8 << 20, "in_flight": 8, "gb_per_s": rates[kind] / 1e9}
             for kind in ("write", "read")
-        ),
+        )
+        + fio_entries(folders[0], ("write", "read"), 8 << 20, 8, volume),
         tables=(
             _table_of(nbytes, found, rates),
             Table(
@@ -336,10 +338,14 @@ def peaks_here(parameters: int, folder: str | Path) -> dict[str, int]:
 
 
 def _tiered(model: Model, parameters: int, folder: Path) -> TieredAdamW:
+    return TieredAdamW(model.named_parameters(), lr=RATE, policy=_policy(parameters, folder))
+
+
+def _policy(parameters: int, folder: Path) -> dict[str, Any]:
     cpu = 8 * parameters // TIMES
     chunk = max(16 << 10, cpu // EXTENTS // 4096 * 4096)
     tiers = {"cpu": {"capacity": max(cpu, 4 * chunk)}, "nvme": {"paths": [str(folder)]}}
-    return TieredAdamW(model.named_parameters(), lr=RATE, policy={"chunk_size": chunk, "tiers": tiers})
+    return {"chunk_size": chunk, "tiers": tiers}
 
 
 def _peak_of(run: Callable[[], Any]) -> int:

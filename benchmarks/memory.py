@@ -75,7 +75,7 @@ def measure(parameters: int, layers: int, cpu: int, chunk: int, folders: Sequenc
         benchmark="memory",
         question="how much memory and disk does state cost over its own bytes?",
         options={"parameters": parameters, "layers": layers, "cpu": cpu, "chunk": chunk, "steps": STEPS},
-        environment=environment(folders),
+        environment=environment(folders, {name: _policy(name, sets[name], chunk, folders) for name in sets}),
         tables=(Table("bytes, each tier set in a fresh process", columns, tuple(rows)),),
         checks=tuple(_checks(rows)),
         verified=f"{sum(row['verified'] for row in rows) / 1e6:.1f} MB: all state, read out, has the bits of torch's",
@@ -143,14 +143,14 @@ def measure_here(
     }
 
 
-def _policy(name: str, cpu: str, chunk: int, folders: Sequence[str]) -> dict[str, Any]:
+def _policy(name: str, cpu: str, chunk: int, folders: Sequence[str | Path]) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
     if "gpu" in name:
         tiers["gpu"] = {"device": "cpu", "capacity": int(cpu)}
     if "cpu" in name:
         tiers["cpu"] = {"capacity": cpu if cpu == "auto" else int(cpu)}
     if "nvme" in name:
-        tiers["nvme"] = {"paths": list(folders)}
+        tiers["nvme"] = {"paths": [str(folder) for folder in folders]}
     return {"chunk_size": chunk, "tiers": tiers}
 
 

@@ -92,8 +92,10 @@ class Pair:
 def measure(millions: float, width: int, chunk: int, folders: Sequence[Path], rounds: int) -> Report:
     """Plan and run all policies. Raises VerificationError."""
     layers = max(2, round(millions * 1e6 / width**2))
+    works = {case.name: Work(layers, width, 2, case.dtype, torch.device("cpu")) for case in CASES}
+    policies = {case.name: _policy(case, works[case.name], chunk, folders) for case in CASES}
     with _own_cache():
-        runs = {case.name: _run_of(case, layers, width, chunk, folders) for case in CASES}
+        runs = {name: _run_of(name, works[name], policy) for name, policy in policies.items()}
         found = interleave(runs, rounds)
     verified = sum(nbytes for turns in found.values() for _, nbytes in turns)
     rows = tuple(_row(case, [pair for pair, _ in found[case.name]]) for case in CASES)
@@ -113,7 +115,7 @@ def measure(millions: float, width: int, chunk: int, folders: Sequence[Path], ro
         benchmark="predicted_vs_measured",
         question="how long does a plan say that a step takes, and how long does it take?",
         options={"parameters": layers * width**2, "width": width, "chunk": chunk, "rounds": rounds},
-        environment=environment(folders),
+        environment=environment(folders, policies),
         tables=(Table("steps back to back, medians", columns, rows),),
         checks=(Check("median error over all policies", f"below {WANTED:.0%}", f"{typical:.1%}", typical < WANTED),),
         verified=f"what plans said of {verified / 1e6:.1f} MB, to the byte: reserved in each tier, moved on each route",
@@ -146,22 +148,20 @@ def main(
     )
 
 
-def _run_of(case: Case, layers: int, width: int, chunk: int, folders: Sequence[Path]) -> Callable[[], tuple[Pair, int]]:
+def _run_of(name: str, work: Work, policy: Mapping[str, Any]) -> Callable[[], tuple[Pair, int]]:
     """What plans and runs a policy once; answers the pair and the bytes that were verified."""
-    work = Work(layers, width, 2, case.dtype, torch.device("cpu"))
-    policy = _policy(case, work, chunk, folders)
 
     def run() -> tuple[Pair, int]:
         model, batch = work.make()
         answer = tierstore.plan(model, policy, calibrate=True)
         if answer.step is None:
-            raise VerificationError(f"{case.name}: the plan does not fit, {answer.why_not}")
+            raise VerificationError(f"{name}: the plan does not fit, {answer.why_not}")
         with contextlib.closing(
             Contender(work, model, batch, lambda m: TieredAdamW(m.parameters(), policy=policy))
         ) as contender:
             contender.turn(4)  # makes the state, and lets retention settle
             turn = contender.turn(STEPS)
-            verified = _verify(case.name, answer, contender)
+            verified = _verify(name, answer, contender)
         return Pair(answer.step, turn), verified
 
     return run

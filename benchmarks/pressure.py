@@ -33,6 +33,7 @@ from benchmarks.harness import (
     bytes_of,
     command,
     environment,
+    fio_entries,
     folders_of,
     interleave,
     median,
@@ -172,7 +173,8 @@ def measure(work: Work, chunk: int, folders: Sequence[Path], rounds: int, volume
         environment={**environment(folders), "policy": {"chunk_size": chunk, "watermarks": [HIGH, LOW]}},
         raw=tuple(
             {"kind": kind, "request": REQUEST, "in_flight": 8, "gb_per_s": rates[kind] / 1e9} for kind in (*RAW, FIRST)
-        ),
+        )
+        + fio_entries(folders[0], RAW, REQUEST, 8, volume),
         tables=(
             pressure_table(runs.pop("")),
             swing_table(runs, bound),

@@ -47,7 +47,7 @@ from benchmarks.retention_model import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHARES = (0, 25, 50, 75)
+SHARES = (0, 25, 50, 75, 100)
 STEPS = 12
 OURS = {"alternating": "tierstore", "fixed": "tierstore, fixed"}
 

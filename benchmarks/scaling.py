@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,13 @@ from benchmarks.harness import (
     Json,
     Plot,
     Quick,
+    RawDevice,
     Report,
     Rounds,
     Table,
     command,
     environment,
+    fio_entries,
     folders_of,
     interleave,
     median,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 RATE = 1e-3
 GROWN, SMALL, MANY = "as state grows", "as chunks shrink", "as parameters get more numerous"
 DEFAULT_CHUNK = "auto"
+RAW_BLOCKS, RAW_DEPTH = 64, 8
+"""Of the raw device: blocks as large as the chunks that are read and written, and how many at once."""
 
 
 class IdleRule(AdamWRule):
@@ -122,6 +126,7 @@ def measure(chosen: Mapping[str, Sequence[Point]], folders: Sequence[Path], roun
         question="does a parameter cost the same however much state there is, and however it is cut?",
         options={"rounds": rounds},
         environment=environment(folders, {"tiers": {"cpu": {}}}),
+        raw=tuple(_raw(found.values(), folders[0])),
         tables=tables,
         checks=tuple(_checks({varied: [found[point] for point in group] for varied, group in chosen.items()})),
         verified=f"{sum(row['verified'] for row in found.values()) / 1e6:.1f} MB of parameters: the bits of torch's",
@@ -173,9 +178,13 @@ def _measure_point(point: Point, folders: Sequence[Path], rounds: int) -> dict[s
         steppers = {"torch": torchs, "idle": idle, "ours": ours}
         for stepper in steppers.values():
             stepper.run()
-        seconds = interleave({name: stepper.run for name, stepper in steppers.items()}, rounds)
+        runs = {name: stepper.run for name, stepper in steppers.items()}
+        if isinstance(point.chunk, int) and point.tiers != "cpu":
+            raw = closing.enter_context(RawDevice(folders, RAW_BLOCKS * point.chunk))
+            runs["raw"] = lambda: raw.measure("mixed", point.chunk, RAW_DEPTH).rate
+        found = interleave(runs, rounds)
         verified = verify_bits(str(point), ours.parameters, torchs.parameters)
-    step = median(seconds["ours"])
+    step = median(found["ours"])
     return {
         "tiers": point.tiers,
         "total": point.total,
@@ -184,11 +193,23 @@ def _measure_point(point: Point, folders: Sequence[Path], rounds: int) -> dict[s
         "chunks": len(chunks),
         "step": step,
         "each": step / point.total * 1e9,
-        "of_torch": ratio(seconds["torch"], seconds["ours"]),
-        "python": median(seconds["idle"]),
-        "share": ratio(seconds["idle"], seconds["ours"]),
+        "of_torch": ratio(found["torch"], found["ours"]),
+        "python": median(found["idle"]),
+        "share": ratio(found["idle"], found["ours"]),
         "verified": verified,
+        "raw": found.get("raw", []),
     }
+
+
+def _raw(rows: Iterable[Mapping[str, Any]], folder: Path) -> Iterator[Mapping[str, Any]]:
+    """What the raw device did in the rounds in which steps read and wrote, for each size of chunks."""
+    rates: dict[int, list[float]] = {}
+    for row in rows:
+        rates.setdefault(row["chunk"], []).extend(row["raw"])
+    for chunk, own in rates.items():
+        if own:
+            yield {"kind": "mixed", "request": chunk, "in_flight": RAW_DEPTH, "gb_per_s": median(own) / 1e9}
+            yield from fio_entries(folder, ("mixed",), chunk, RAW_DEPTH, RAW_BLOCKS * chunk)
 
 
 def _policy(point: Point, idle: TieredAdamW, folders: Sequence[Path]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from benchmarks.harness import (
     bytes_of,
     command,
     environment,
+    fio_entries,
     folders_of,
     interleave,
     publish,
@@ -59,7 +60,7 @@ def settings_for(device: str, cpu: int | None, dtype: torch.dtype) -> list[Setti
     """The tier sets that are compared. First the one with all state in the fastest tier; then, where it is stored in
     another form if it moves, one with all state there in that form.
     """
-    shares = (0.0, 0.25, 0.5, 0.75)
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
     fastest = "cpu" if device == "cpu" else "gpu"
     found = [Setting(fastest, {}, fastest)]
     if dtype == torch.bfloat16:
@@ -118,7 +119,7 @@ def measure(
             "rounds": rounds,
         },
         environment=environment(folders, used),
-        raw=tuple(figures.raw()),
+        raw=(*figures.raw(), *fio_entries(folders[0], ("mixed",), 8 << 20, IN_FLIGHT, volume)),
         tables=figures.tables(),
         checks=tuple(figures.checks()),
         verified=f"{verified / 1e6:.1f} MB of parameters, which ended with the bits of {reference}, and every raw byte",
@@ -131,7 +132,7 @@ def measure(
 def main(
     folder: Folders = None,
     parameters: Annotated[
-        float, typer.Option(metavar="N", help="How many, in millions; needs 90 bytes of memory for each.")
+        float, typer.Option(metavar="N", help="How many, in millions; needs 105 bytes of memory for each.")
     ] = 100.0,
     width: Annotated[int, typer.Option(min=8, help="Of a layer, which has width x width parameters.")] = 1024,
     rows: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 8,

@@ -31,6 +31,7 @@ from benchmarks.harness import (
     Table,
     command,
     environment,
+    fio_entries,
     folders_of,
     interleave,
     median,
@@ -39,7 +40,7 @@ from benchmarks.harness import (
 )
 from benchmarks.harness.load import Load
 from benchmarks.harness.plots import COLOURS, figure, plain_numbers
-from benchmarks.harness.rawdevice import Kind, fio_rates
+from benchmarks.harness.rawdevice import KINDS, Kind
 from benchmarks.harness.rounds import percentile
 from benchmarks.harness.routes import Stage, policy_for
 from benchmarks.swap_store import store_table
@@ -145,7 +146,7 @@ def measure(sizes: Sizes, folders: Sequence[Path], rounds: int, *, is_real: bool
         options={"rounds": rounds, "volume": sizes.volume, "paths": len(folders), "quick": not is_real},
         environment=environment(folders, policy_for(("gpu", "cpu", "nvme"), sizes.chunk, several)),
         raw=tuple({**_shape(key), **_rates(found[key])} for key in shapes)
-        + (_fio(folders[0], sizes) if is_real else ()),
+        + fio_entries(folders[0], KINDS, sizes.chunk, DEPTH, sizes.volume),
         tables=(
             *(_table(varied, [rows.get(p, _absent(p)) for p in group]) for varied, group in tables.items()),
             through_store,
@@ -310,12 +311,6 @@ def _table(varied: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 def _shape(key: tuple[object, ...]) -> dict[str, Any]:
     kind, request, in_flight, paths = key
     return {"kind": kind, "request": request, "in_flight": in_flight, "paths": paths}
-
-
-def _fio(folder: Path, sizes: Sizes) -> tuple[dict[str, Any], ...]:
-    kinds: tuple[Kind, ...] = ("read", "write", "mixed")
-    found = {kind: fio_rates(folder, kind, sizes.chunk, DEPTH, sizes.volume) for kind in kinds}
-    return tuple({"kind": f"fio {kind}", "request": sizes.chunk, **rates} for kind, rates in found.items() if rates)
 
 
 def _notes(paths: int) -> Iterator[str]:

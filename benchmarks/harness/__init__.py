@@ -18,7 +18,7 @@ from benchmarks.harness.command import (
 )
 from benchmarks.harness.environment import environment
 from benchmarks.harness.pattern import VerificationError, fill, verify
-from benchmarks.harness.rawdevice import RawDevice, Sample
+from benchmarks.harness.rawdevice import RawDevice, Sample, fio_entries
 from benchmarks.harness.report import Check, Column, Report, Table
 from benchmarks.harness.rounds import interleave, median, ratio
 
@@ -39,6 +39,7 @@ __all__ = [
     "command",
     "environment",
     "fill",
+    "fio_entries",
     "folders_of",
     "interleave",
     "median",

@@ -110,7 +110,7 @@ def command(main: Callable[..., None], arguments: Sequence[str] | None = None) -
 
 def open_console(file: TextIO) -> Console:
     """What reports are printed on; wide enough for the tables where the output is no terminal and has no width."""
-    console = Console(file=file, emoji=False, highlight=False)
+    console = Console(file=file, markup=False, emoji=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
     return console

@@ -12,6 +12,7 @@ import os
 import queue
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -168,6 +169,28 @@ def timed(work: Callable[[], None], nbytes: int, latencies: list[float]) -> Samp
     work()
     seconds = time.perf_counter() - began
     return Sample(nbytes, seconds, time.process_time() - cpu, tuple(latencies))
+
+
+def fio_entries(
+    folder: Path, kinds: Sequence[Kind], request_bytes: int, depth: int, nbytes: int
+) -> tuple[dict[str, Any], ...]:
+    """What a report says of fio's rates for the same requests: an entry for each kind, none where it is not installed.
+
+    One that failed has no rate, and stderr says why: minutes of other measurements are not lost for it.
+    """
+    request = max(ALIGNMENT, min(request_bytes, nbytes // 4) // ALIGNMENT * ALIGNMENT)
+    entries: list[dict[str, Any]] = []
+    for kind in kinds:
+        shape = {"request": request, "in_flight": depth}
+        try:
+            rates = fio_rates(folder, kind, request, depth, nbytes)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"fio: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
+            entries.append({"kind": f"fio {kind}, failed", **shape})
+            continue
+        if rates is not None:
+            entries.append({"kind": f"fio {kind}", **shape, **rates})
+    return tuple(entries)
 
 
 def fio_rates(folder: Path, kind: Kind, request_bytes: int, depth: int, nbytes: int) -> dict[str, Any] | None:

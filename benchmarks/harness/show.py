@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from benchmarks.harness.report import Check, Column, Report, Table
 
@@ -42,7 +43,7 @@ def written(value: Any, form: str) -> str:
 
 def print_report(console: Console, report: Report) -> None:
     """Print all of a report, for a terminal."""
-    console.print(f"[bold]{report.benchmark}[/bold]: {report.question}")
+    console.print(Text.assemble((report.benchmark, "bold"), f": {report.question}"))
     for line in surroundings(report):
         console.print(line, style="dim")
     for table in all_tables(report):

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,19 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.harness import Folders, Json, Plot, Quick, RawDevice, Rounds, command, folders_of, interleave, publish
+from benchmarks.harness import (
+    Folders,
+    Json,
+    Plot,
+    Quick,
+    RawDevice,
+    Rounds,
+    command,
+    fio_entries,
+    folders_of,
+    interleave,
+    publish,
+)
 from benchmarks.harness.fragments import in_fragments, whole_share
 from benchmarks.peers.contenders import contenders_for, with_memory
 from benchmarks.peers.process import Contender, Peer
@@ -66,7 +79,7 @@ def main(
         raise typer.BadParameter(f"no row begins with {' or '.join(only or [])}", param_hint="--only")
     places = folders_of(folder)
     figures = measure(work, chosen, places[0], rounds=rounds, steps=steps, is_fragmented=fragmented)
-    publish(report_of(figures), json=json, plot=plot, draw=draw)
+    publish(report_of(replace(figures, only=only or ())), json=json, is_quick=quick, plot=plot, draw=draw)
 
 
 def measure(
@@ -94,6 +107,7 @@ def measure(
         turns[RAW] = partial(raw.measure, "mixed", RAW_REQUEST, RAW_DEPTH)
         _say(f"{rounds} rounds of {steps} steps")
         found = interleave(turns, rounds)
+        fio = fio_entries(folder, ("mixed",), RAW_REQUEST, RAW_DEPTH, min(RAW_BYTES, work.state_bytes))
         _say("comparing all weights")
         ends = _ends(work, peers, place)
         return Figures(
@@ -104,6 +118,7 @@ def measure(
             rounds={name: taken for name, taken in found.items() if name != RAW},
             raw=found[RAW],
             ends=ends,
+            fio=fio,
             is_fragmented=is_fragmented,
             whole=whole,
         )

@@ -53,7 +53,8 @@ COST = (
 class Figures:
     """What was measured: per row its contender, what beginning took, what is wrong with it, its rounds and its end.
 
-    `whole`: the share of free memory in blocks of a huge page or more when the first began.
+    `only`: the beginnings of names that rows were chosen by, if they were. `whole`: the share of free memory in blocks
+    of a huge page or more when the first began.
     """
 
     work: Work
@@ -63,7 +64,9 @@ class Figures:
     rounds: Mapping[str, Sequence[Mapping[str, Any] | None]]
     raw: Sequence[Sample]
     ends: Mapping[str, Mapping[str, Any] | None]
+    fio: Sequence[Mapping[str, Any]] = ()
     is_fragmented: bool = False
+    only: Sequence[str] = ()
     whole: float | None = None
 
     def is_whole(self, name: str) -> bool:
@@ -137,8 +140,9 @@ def report_of(figures: Figures) -> Report:
         benchmark="peers",
         question="how fast is the same optimizer step with the peers, in the same memory, on the same disk?",
         options={"work": work.to_dict(), "rounds": len(figures.raw), "steps": figures.steps}
-        | ({"fragmented": True} if figures.is_fragmented else {}),
-        environment=environment([figures.folder]),
+        | ({"fragmented": True} if figures.is_fragmented else {})
+        | ({"only": list(figures.only)} if figures.only else {}),
+        environment=environment([figures.folder], _policies(figures, whole)),
         tables=(
             Table(
                 f"{work.numel:,} {work.dtype} parameters on {work.device}, medians", columns, tuple(speed), NOTE_SPEED
@@ -146,11 +150,17 @@ def report_of(figures: Figures) -> Report:
             Table("what it takes, and what it leaves", COST, tuple(cost), NOTE_COST),
         ),
         verified=f"{work.numel:,} weights of each of {len(whole)} systems against torch's fused AdamW",
-        raw=({"kind": "mixed", "gb_per_s": median([sample.rate for sample in figures.raw]) / 1e9},),
+        raw=({"kind": "mixed", "gb_per_s": median([sample.rate for sample in figures.raw]) / 1e9}, *figures.fio),
         checks=tuple(itertools.chain.from_iterable(checks_of(figures, name) for name in figures.peers)),
         notes=tuple(_notes(figures, builds)),
         extra={name: _extra(figures, name) for name in whole},
     )
+
+
+def _policies(figures: Figures, names: Sequence[str]) -> dict[str, Any]:
+    """The policies of tierstore's rows; how all others were set is in `extra`."""
+    described = {name: (figures.ends[name] or {})["described"] for name in names}
+    return {name: found["policy"] for name, found in described.items() if "policy" in found}
 
 
 def _notes(figures: Figures, builds: Sequence[float]) -> Iterator[str]:

@@ -119,6 +119,7 @@ class TestReport:
         ours, _, absent = report.tables[0].rows
         assert ours["beside"] == 3.0 and ours["iterations"] == 2.5 and ours["rate"] == work.numel
         assert absent == {"name": "torchao", "trouble": "absent: no CUDA"}
+        assert list(report.environment["policy"]) == ["tierstore"]
         assert report.checks[0].seen == "3.00" and report.checks[0].holds is None
         assert Report.from_dict(report.to_dict()) == report
 
@@ -225,4 +226,5 @@ def test_the_command_runs_a_peer_in_a_process_of_its_own(tmp_path: Path) -> None
     (row,) = report.tables[0].rows
     assert row["name"] == "memory-mapped, page cache" and row["rate"] > 0
     assert report.tables[1].rows[0]["weights"] == "same bits"
+    assert report.options["only"] == ["memory-mapped, page"] and "--quick" in report.notes[0]
     assert str(tmp_path) not in found.read_text()

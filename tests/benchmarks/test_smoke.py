@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,8 @@ from benchmarks.harness import (
     VerificationError,
     command,
     fill,
+    fio_entries,
+    open_console,
     verify,
 )
 from benchmarks.harness.command import drawable
@@ -56,7 +59,9 @@ from tierstore.forecast import speeds
 from tierstore.transfer import Ticket, TransferEngine
 
 CHUNK = 16 << 10
-
+FIO = """#!/bin/sh
+echo '{"jobs": [{"error": 0, "read": {"io_bytes": 3000000, "runtime": 1}, "write": {"io_bytes": 0, "runtime": 0}}]}'
+"""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,6 +78,22 @@ def row(report: Report, table: int, **wanted: Any) -> Any:
     return found
 
 
+def kinds(report: Report) -> list[str]:
+    """What the raw device was measured at, and fio beside it."""
+    return [entry["kind"] for entry in report.raw]
+
+
+@pytest.fixture
+def fio(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for fio, where it would be installed: it moves nothing, and says 3 GB/s."""
+    script = tmp_path_factory.mktemp("bin") / "fio"
+    script.write_text(FIO)
+    script.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    return script
+
+
+@pytest.mark.usefixtures("fio")
 class TestSmoke:
     def test_swap_latency_measures_every_route_and_engine_beside_the_raw_device(self, tmp_path: Path) -> None:
         report = run(swap_latency.main, tmp_path, f"--folder={tmp_path}", "--rounds=1")
@@ -80,7 +101,8 @@ class TestSmoke:
         assert routes == {"nvme->cpu", "cpu->nvme", "nvme->cpu->gpu", "gpu->cpu->nvme", "cpu->gpu", "gpu->cpu"}
         threads = row(report, 2, route="nvme->cpu", engine="threads")
         assert threads["moves"] == 8 and threads["of_raw"] > 0 and threads["p50"] <= threads["p99"] <= threads["max"]
-        assert {entry["kind"] for entry in report.raw} == {"read", "write"}
+        assert set(kinds(report)) == {"read", "write", "fio read", "fio write", "fio mixed"}
+        assert report.raw[-1]["gb_per_s"] == 3.0 and report.raw[-1]["request"] == 32 << 10
         assert [row["leases"] for row in report.tables[-1].rows] == [8, 8]
 
     def test_step_time_ends_with_the_same_bits_in_every_tier_set_and_moves_no_more_than_the_bound(
@@ -88,14 +110,15 @@ class TestSmoke:
     ) -> None:
         trace = tmp_path / "trace.json"
         report = run(step_time.main, tmp_path, f"--folder={tmp_path}", "--rounds=1", f"--trace={trace}")
-        links = [row for row in report.tables[1].rows if row["link"] == "cpu-nvme"]
-        assert len(links) == 5 and all(0 < row["moved"] <= row["bound"] for row in links)
-        for figure in (
-            "bytes per parameter",
-            "over max(I/O, arithmetic)",
-        ):  # misses of all are told
-            claimed = [check.claim for check in report.checks if check.claim.endswith(figure)]
-            assert claimed == [f"{row['tiers']}: {figure}" for row in links]
+        links = report.tables[1].rows
+        files = [row for row in links if row["link"] == "cpu-nvme"]
+        assert len(links) == len(files) + 1 == 7
+        assert all(0 < row["moved"] <= row["bound"] for row in links if row["tiers"] != "cpu+nvme 100%")
+        assert row(report, 1, tiers="cpu+nvme 100%")["moved"] == 0
+        claims = [check.claim for check in report.checks]  # misses of all are told
+        assert claims[: len(links)] == [f"{row['tiers']}: bytes per parameter on {row['link']}" for row in links]
+        assert claims[-len(files) :] == [f"{row['tiers']}: over max(I/O, arithmetic)" for row in files]
+        assert kinds(report) == ["mixed", "fio mixed"]
         events = json.loads(trace.read_text())["traceEvents"]
         tracks = {str(event["args"].get("name")) for event in events}
         assert "control thread" in tracks and any(track.startswith("tierstore-io") for track in tracks)
@@ -105,6 +128,7 @@ class TestSmoke:
         step, backward = (row(report, 0, tiers=f"cpu+nvme 50%, {update}") for update in ("step", "backward"))
         assert step["io"] > 0 and backward["io"] > 0 and step["of_step"] == 1.0
         assert report.verified.startswith("0.4 MB")  # four contenders beside the one in memory
+        assert kinds(report) == ["mixed", "fio mixed"]
 
     def test_arithmetic_compares_every_way_with_torch(self, tmp_path: Path) -> None:
         report = run(arithmetic.main, tmp_path)
@@ -114,6 +138,7 @@ class TestSmoke:
     def test_scaling_has_a_step_without_arithmetic_beside_each_step(self, tmp_path: Path) -> None:
         report = run(scaling.main, tmp_path, f"--folder={tmp_path}")
         assert all(row["python"] > 0 and row["chunks"] > 1 for table in report.tables for row in table.rows)
+        assert kinds(report) == ["mixed", "fio mixed"] and report.raw[0]["request"] == CHUNK
 
     def test_plans_are_true_to_the_byte_and_stand_beside_what_steps_take(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +149,7 @@ class TestSmoke:
         rows = report.tables[0].rows
         assert len(rows) == 10 and all(row["predicted"] > 0 and row["measured"] > 0 for row in rows)
         assert report.verified.startswith("what plans said of 8.7 MB")
+        assert list(report.environment["policy"]) == [row["policy"] for row in rows]
 
     def test_memory_counts_what_is_reserved_of_each_tier(self, tmp_path: Path) -> None:
         found = memory.measure_here("cpu+nvme", str(64 << 10), 1 << 15, 4, 16 << 10, [str(tmp_path)])
@@ -142,6 +168,8 @@ class TestSmoke:
         assert row(report, 1, what="saving beside")["call"] > 0
         assert [one.holds for one in report.checks[-3:]] == [True] * 3  # memory
         assert report.verified.startswith("4.7 MB")
+        assert kinds(report) == ["write", "read", "fio write", "fio read"]
+        assert set(report.environment["policy"]) == {"chunk_size", "tiers"}
 
     def test_pressure_moves_no_more_than_its_bound_and_leaves_every_bit_as_it_was(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +188,7 @@ class TestSmoke:
         ]  # kilobytes say nothing of memory returned
         assert [row["tiers"] for row in report.tables[2].rows] == list(pressure.EMPTIED)
         assert all(row["written"] > 0 and row["read"] > 0 for row in report.tables[3].rows)
+        assert kinds(report) == ["write", "read", "first write", "fio write", "fio read"]
 
 
 class TestPlots:
@@ -211,7 +240,7 @@ class TestRetention:
         self, tmp_path: Path
     ) -> None:
         report = run(retention.main, tmp_path)
-        assert len(report.checks) == 16 and all(check.holds for check in report.checks)
+        assert len(report.checks) == 20 and all(check.holds for check in report.checks)
         rows = {row["policy"]: row for row in report.tables[0].rows}
         for share in retention.SHARES:
             assert rows["tierstore"][f"hits{share}"] == max(row[f"hits{share}"] for row in rows.values())
@@ -233,6 +262,14 @@ class TestVerification:
             monkeypatch.setattr("benchmarks.harness.rawdevice._move", lambda *_: None)
             with pytest.raises(VerificationError, match="raw read"):
                 raw.measure("read", 16 << 10, 2)
+
+    def test_fio_that_fails_is_told_and_loses_nothing(
+        self, fio: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        fio.write_text("#!/bin/sh\necho engine libaio not loadable >&2; exit 1\n")
+        (entry,) = fio_entries(tmp_path, ("read",), 8 << 20, 8, 1 << 20)
+        assert entry == {"kind": "fio read, failed", "request": 256 << 10, "in_flight": 8}
+        assert "engine libaio not loadable" in capsys.readouterr().err
 
     def test_a_move_that_moves_too_little_is_found(self, tmp_path: Path) -> None:
         parts = Parts(open_transfer=ShortTransfer)
@@ -326,6 +363,16 @@ class TestResults:
         text = printed.getvalue()
         assert text.count("100,000.0") == len(rows) * len(keys)
         assert all(word in text for word in (">= 3.5", "3.69", "reached")) and "…" not in text
+
+    def test_brackets_are_printed_as_they_are(self) -> None:
+        """An absent peer's remedy was `pip install 'tierstore'`: rich took the extra, in brackets, for a style."""
+        text = "pip install 'tierstore[peers]'"
+        table = Table(text, (Column("system", text),), ({"system": text},), note=text)
+        check = Check(text, text, text, False)
+        report = Report("peers", text, {}, {}, (table,), text, checks=(check,), notes=(text,))
+        printed = io.StringIO()
+        print_report(open_console(printed), report)
+        assert printed.getvalue().count("tierstore[peers]") == 10
 
     def test_results_name_no_folder(self, tmp_path: Path) -> None:
         run(scaling.main, tmp_path, f"--folder={tmp_path}")
