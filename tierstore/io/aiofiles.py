@@ -121,10 +121,11 @@ class AiofilesEngine(Engine):
 
     async def _transfer(self, request: Request, executor: Executor) -> int:
         fd = request.operation.fd
-        async with self._aiofiles.open(fd, "r+b", buffering=0, closefd=False, executor=executor) as file:
-            await file.seek(request.offset)
-            call = file.readinto if request.operation.kind is Kind.READ else file.write
-            count: int | None = await call(request.view)
+        # nothing is to be closed, and leaving it as a context would be done on a thread of the loop's own
+        file = await self._aiofiles.open(fd, "r+b", buffering=0, closefd=False, executor=executor)
+        await file.seek(request.offset)
+        call = file.readinto if request.operation.kind is Kind.READ else file.write
+        count: int | None = await call(request.view)
         return count or 0
 
 
