@@ -87,20 +87,16 @@ def stay_on_one_core() -> None:
 
 def _helped(runs: Sequence[Callable[[], None]]) -> list[Future[None]]:
     """Let helping threads run what they can: all, or nothing if there are none."""
-    if not runs:
-        return []
-    helpers = _helpers()
     try:
-        helpers.grow(min(len(runs), available()))
-    except NoThreadError as error:
+        return [_helpers().submit(on_one_core, run) for run in runs]
+    except NoThreadError as error:  # of the first one, as one thread is enough for all
         _tell_alone(str(error))
         return []
-    return [helpers.submit(on_one_core, run) for run in runs]
 
 
 @functools.cache
 def _helpers() -> Calls:
-    return Calls("tierstore-update")
+    return Calls("tierstore-update", available())
 
 
 @functools.cache

@@ -93,6 +93,11 @@ class Crew(Generic[Job]):
         else:
             self._lose(job, death)
 
+    @property
+    def unfinished(self) -> int:
+        """How many jobs wait or are carried."""
+        return len(self._waiting) + len(self._carried)
+
     def carried(self) -> list[Job | None]:
         """What each worker is at; None for one that waits for a job."""
         with self._lock:
@@ -159,22 +164,27 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class Calls(Executor):
-    """Calls on a crew's threads, which `grow` begins and which end with this.
+    """Calls on a crew of up to `threads`, which begin when calls would wait for them, or by `grow`, and end with this.
 
     A process that ends waits for those of the standard library, whose executors, where a thread cannot begin, raise
     that of a call which they have taken, and which is done later all the same, if there is another thread.
     """
 
-    def __init__(self, name: str, *, begin: Callable[[], object] | None = None) -> None:
+    def __init__(self, name: str, threads: int, *, begin: Callable[[], object] | None = None) -> None:
         crew = self._crew = Crew[_Call](_carry_call, _lose_call, name, begin=begin)
+        self._threads = threads
         weakref.finalize(self, crew.end).atexit = False  # no thread knows this
 
-    def grow(self, threads: int) -> None:
-        """As a crew's."""
-        self._crew.grow(threads)
+    def grow(self) -> None:
+        """Have all threads now, or as many as can be started. Raises NoThreadError."""
+        self._crew.grow(self._threads)
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Let a thread, of those there are, call a function; the future has what it returns or raises."""
+        """Let a thread call a function; the future has what it returns or raises.
+
+        Raises NoThreadError, with the call not taken, if there is no thread, nor one to be had.
+        """
+        self._crew.grow(min(self._threads, self._crew.unfinished + 1))
         future: Future[Any] = Future()
         self._crew.put((future, partial(call, *args, **kwargs)))
         return future

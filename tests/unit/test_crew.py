@@ -48,25 +48,36 @@ def test_a_crew_with_fewer_threads_than_it_should_have_says_so_once_and_carries_
 
 
 def test_without_any_thread_nothing_is_taken_and_later_there_may_be_one() -> None:
-    calls = Calls("none")
-    with FewThreads() as few, pytest.raises(NoThreadError, match=r"'none-0' could not be started .*pids limit"):
-        calls.grow(3)
-    assert few.refused == ["none-0"]
-    calls.grow(3)
+    calls, made = Calls("none", 3), list[int]()
+    with FewThreads() as few:
+        with pytest.raises(NoThreadError, match=r"'none-0' could not be started .*pids limit"):
+            calls.grow()
+        with pytest.raises(NoThreadError):
+            calls.submit(made.append, 1)
+    assert few.refused == ["none-0", "none-0"]
     assert calls.submit(max, 1, 2).result(PATIENCE_SECONDS) == 2
     calls.shutdown()
-    assert ended("none")
+    assert ended("none") and not made
+
+
+@pytest.mark.parametrize(("calls_at_once", "begun"), [(1, 1), (2, 2), (9, 3)])
+def test_there_are_no_more_threads_than_calls_at_once(calls_at_once: int, begun: int) -> None:
+    calls, may_end = Calls("needed", 3), threading.Event()
+    made = [calls.submit(may_end.wait, PATIENCE_SECONDS) for _ in range(calls_at_once)]
+    assert sum(thread.name.startswith("needed-") for thread in threading.enumerate()) == begun
+    may_end.set()
+    assert all(one.result() for one in made)
+    calls.shutdown()
 
 
 def test_a_call_that_was_taken_back_is_not_made_and_an_error_is_its_own() -> None:
-    calls, begun, may_end = Calls("calls"), threading.Event(), threading.Event()
+    calls, begun, may_end = Calls("calls", 1), threading.Event(), threading.Event()
 
     def hold() -> None:
         begun.set()
         assert may_end.wait(PATIENCE_SECONDS)
         raise ValueError("of this call")
 
-    calls.grow(1)
     made: list[int] = []
     first, second, third = calls.submit(hold), calls.submit(made.append, 2), calls.submit(made.append, 3)
     assert begun.wait(PATIENCE_SECONDS)
@@ -83,8 +94,7 @@ def test_a_call_that_was_taken_back_is_not_made_and_an_error_is_its_own() -> Non
 
 def test_threads_end_with_who_had_them() -> None:
     """Somebody forgets to close a checkpoint."""
-    calls = Calls("forgotten")
-    calls.grow(3)
+    calls = Calls("forgotten", 3)
     made = [calls.submit(int) for _ in range(9)]
     del calls
     assert not wait(made, PATIENCE_SECONDS).not_done
@@ -92,10 +102,10 @@ def test_threads_end_with_who_had_them() -> None:
 
 
 def test_after_the_end_a_call_is_refused_and_no_thread_begun() -> None:
-    calls = Calls("over")
-    calls.grow(1)
+    calls = Calls("over", 2)
+    calls.submit(int).result()
     calls.shutdown()
-    calls.grow(2)
+    calls.grow()
     with pytest.raises(RuntimeError, match="told to end"):
         calls.submit(int).result(PATIENCE_SECONDS)
     assert ended("over")

@@ -47,8 +47,7 @@ class Blocks:
 
     def __init__(self, block_bytes: int) -> None:
         self._free, count = _buffers(block_bytes, 2)
-        self._threads = min(THREADS, count)
-        self._calls = Calls("tierstore-checkpoint", begin=stay_on_one_core)
+        self._calls = Calls("tierstore-checkpoint", min(THREADS, count), begin=stay_on_one_core)
         self._under_way = threading.Condition()
         self._count = 0
         self._error: BaseException | None = None
@@ -66,10 +65,10 @@ class Blocks:
 
         Raises NoThreadError, with the buffer still the caller's, if there is no thread to be had.
         """
-        self._calls.grow(self._threads)
+        done = self._calls.submit(work, buffer)
         with self._under_way:
             self._count += 1
-        self._calls.submit(work, buffer).add_done_callback(partial(self._end, buffer))
+        done.add_done_callback(partial(self._end, buffer))
 
     def wait(self) -> None:
         """Wait until all work is done."""
@@ -101,16 +100,14 @@ class Readers:
 
     def __init__(self, block_bytes: int) -> None:
         self._free, count = _buffers(block_bytes, 3)
-        self._threads = count - 1
         self._own = own = threading.local()
-        self._calls = Calls("tierstore-checkpoint", begin=partial(_begin_reading, own, self._free))
+        self._calls = Calls("tierstore-checkpoint", count - 1, begin=partial(_begin_reading, own, self._free))
 
     def submit(self, work: Callable[[Buffer], None]) -> Future[None]:
         """Let a thread do `work` with its buffer; the future has what it raises.
 
         Raises NoThreadError, with nothing begun, if there is no thread to be had.
         """
-        self._calls.grow(self._threads)
         return self._calls.submit(self._run, work)
 
     def work_here(self, work: Callable[[Buffer], None]) -> None:

@@ -135,8 +135,8 @@ class _Lane:
     def __init__(
         self, launch: Callable[[Request, _Lane], None], loop: asyncio.AbstractEventLoop, threads: int, depth: int
     ) -> None:
-        self.executor = Calls("tierstore-io")
-        self.executor.grow(threads)
+        self.executor = Calls("tierstore-io", threads)
+        self.executor.grow()  # now, to know that they can be had
         self.slots = asyncio.Semaphore(depth)
         self.running: set[Request] = set()
         self._launch = launch
