@@ -6,6 +6,7 @@ Each behaves as the real thing until told otherwise, so that a test shows in its
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import mmap
 import os
@@ -968,6 +969,34 @@ class FailingFiles(Files):
             if self.left == 0:
                 raise CheckpointFileError(errno.EIO, "Input/output error", name)
         return super().__getattribute__(name)
+
+
+class FewThreads:
+    """While it is entered, refuses the start of thread number `first`, from 1, and (`for_good`) of all later ones."""
+
+    def __init__(self, first: int = 1, *, for_good: bool = True) -> None:
+        self.refused: list[str] = []
+        self._first = first
+        self._for_good = for_good
+        self._numbers = itertools.count(1)
+        self._start = threading.Thread.start
+
+    def __enter__(self) -> FewThreads:
+        def start(thread: threading.Thread) -> None:
+            self._start_or_refuse(thread)
+
+        threading.Thread.start = start  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        threading.Thread.start = self._start  # type: ignore[method-assign]
+
+    def _start_or_refuse(self, thread: threading.Thread) -> None:
+        number = next(self._numbers)
+        if number == self._first or (self._for_good and number > self._first):
+            self.refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        self._start(thread)
 
 
 class ThreadRanks:

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from tierstore.cores import on_one_core
+from tierstore.crew import start
 from tierstore.guard import WORKER_PREFIX
 from tierstore.layout import RECORD_ALIGNMENT
 from tierstore.mapping import map_host_memory
@@ -44,7 +45,10 @@ Fill = Callable[[Tensor], Sequence[Arriving]]
 
 
 class ReadAhead:
-    """Buffers (uint8, host memory) filled by `fills` in order. A context manager, for one thread."""
+    """Buffers (uint8, host memory) filled by `fills` in order. A context manager, for one thread.
+
+    Entering it raises NoThreadError, with nothing asked for, if there is no thread to be had.
+    """
 
     def __init__(self, fills: Iterable[Fill], buffer_bytes: int) -> None:
         self._fills = iter(fills)
@@ -62,7 +66,7 @@ class ReadAhead:
         )
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        start(self._thread)
         return self
 
     def __exit__(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import sys
 import threading
 import weakref
@@ -26,12 +27,15 @@ from torch import Tensor
 from tierstore.arrivals import Arrival, Hooks, current_backward
 from tierstore.beside import Run, by_arrival, ranks_of
 from tierstore.binding import Binding
+from tierstore.crew import start
 from tierstore.device import Device
-from tierstore.errors import FailedStepError, ForkedStoreError
+from tierstore.errors import FailedStepError, ForkedStoreError, NoThreadError
 from tierstore.held import Groups, Held
 from tierstore.rules import Rule
 from tierstore.signals import deferred
 from tierstore.update import StepWork
+
+_log = logging.getLogger("tierstore.backward")
 
 
 class InBackward:
@@ -156,7 +160,7 @@ class InBackward:
             ) from error
 
     def _begin(self) -> None:
-        """Note the options as they are, and start the run, if there is anything to expect."""
+        """Note the options as they are, and start the run, if there is anything to expect, and a thread for it."""
         groups, binding = self._groups(), self._held.binding
         self._options = _options_of(self._held.rule, groups)
         if binding is None or not self._expected or self._options is None:
@@ -166,11 +170,12 @@ class InBackward:
         run = Run(self._held, binding, groups, self._options, self._expected, self._arrivals, self._changed, device)
         self._held.runner = run.thread
         try:
-            run.thread.start()
-        except RuntimeError:  # no more threads are to be had
+            start(run.thread)
+        except NoThreadError as error:
             self._held.runner = None
-            raise
-        self._open.append(run)
+            _log.warning("nothing is updated beside this backward, but all in step(): %s", error)
+        else:
+            self._open.append(run)
 
     def _device_of_gradients(self) -> Device | None:
         binding = self._held.binding

@@ -19,6 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tierstore.cores import on_one_core
+from tierstore.crew import start
 from tierstore.errors import CheckpointFileError
 from tierstore.guard import WORKER_PREFIX
 from tierstore.mapping import map_host_memory
@@ -61,7 +62,7 @@ class WriteBehind:
     def __init__(
         self, sink: Sink, *, path: str, buffer_bytes: int, keep_last: int | None, timeout_seconds: float
     ) -> None:
-        """Take over a writer that was entered and knows its entries."""
+        """Take over a writer that was entered and knows its entries. Raises NoThreadError, without having taken it."""
         self.error: BaseException | None = None
         self.tell: Callable[[int], None] = _tell_nobody
         self.written_bytes = 0
@@ -80,7 +81,7 @@ class WriteBehind:
         self._thread = threading.Thread(
             target=on_one_core, args=(self._main,), name=f"{WORKER_PREFIX}checkpoint", daemon=True
         )
-        self._thread.start()
+        start(self._thread)
 
     @property
     def has_failed(self) -> bool:

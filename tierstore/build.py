@@ -220,7 +220,7 @@ class Plant:
         check_space({folder: count * extent_bytes for folder, count in zip(folders, dealt, strict=True)})
 
     def build(self, rooms: Mapping[str, Room], extent_bytes: int, *, growing: Collection[str] = ()) -> Setup:
-        """Reserve memory and disk. Raises CapacityError, SwapError or DiskFullError with nothing left reserved.
+        """Reserve memory and disk. Raises CapacityError, SwapError, DiskFullError or NoThreadError, with nothing left.
 
         Tiers that are `growing` are opened even if they have no extents yet.
         """
@@ -242,6 +242,8 @@ class Plant:
                 undo.callback(tiers[name].close)
                 tiers[name].grow(room.extents, slab_extents=slabs[name])
             transfer = self.parts.open_transfer(engine, self.gpu)
+            undo.callback(transfer.close)
+            transfer.prepare(tiers.values())
             undo.pop_all()
         self._tell(rooms, extent_bytes)
         later = {} if nvme is None or "nvme" in tiers else {"nvme": partial(self._open_nvme, extent_bytes, transfer)}

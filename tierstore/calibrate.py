@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tierstore.crew import start
 from tierstore.errors import DiskFullError, TierstoreError
 from tierstore.folders import filesystems
 from tierstore.gauge import DEPTH, REQUEST_SIZES, Budget, fill_with_noise, measure_machine, measure_path
@@ -101,7 +102,7 @@ def find_rates(
 def wait_within(seconds: float, work: Callable[[], T]) -> T:
     """Do work that may hang on a thread of its own, and return what it returns or raise what it raises.
 
-    Raises TimeoutError when it is not over in time; the thread is then left to itself.
+    Raises TimeoutError when it is not over in time; the thread is then left to itself. NoThreadError if there is none.
     """
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
@@ -111,7 +112,7 @@ def wait_within(seconds: float, work: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.put((None, error))
 
-    threading.Thread(target=run, name="tierstore-calibrate", daemon=True).start()
+    start(threading.Thread(target=run, name="tierstore-calibrate", daemon=True))
     try:
         result, error = outcome.get(timeout=seconds)
     except queue.Empty:

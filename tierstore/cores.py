@@ -13,9 +13,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 import torch
+
+from tierstore.crew import Calls
+from tierstore.errors import NoThreadError
 
 MOST_AT_ONCE = 16
 """Threads beyond which they would wait for Python's lock: to call operations takes a twentieth of what they take."""
@@ -50,16 +53,16 @@ def shared_by(jobs: int) -> int:
 def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
     """Run all at once, the first on the calling thread, each with one core for torch's operations; wait for all.
 
-    Not more than `shared_by` says, if they call torch's operations; without gradients. Raises an error of one that
-    failed, once none is running any more.
+    Where fewer threads can be had, fewer at once; where none, all of them here. Not more than `shared_by` says, if they
+    call torch's operations; without gradients. Raises an error of one that failed, once none is running any more.
     """
     change, before = _changer(), torch.get_num_threads()
-    own, *others = runs
-    at_work = [_helpers().submit(on_one_core, run) for run in others]
+    at_work = _helped(runs[1:])
     try:
         if at_work and change is not None:
             change(1)
-        own()
+        for run in runs[: len(runs) - len(at_work)]:
+            run()
     finally:
         if at_work and change is not None:
             change(before)
@@ -82,9 +85,24 @@ def stay_on_one_core() -> None:
     torch.set_grad_enabled(False)
 
 
+def _helped(runs: Sequence[Callable[[], None]]) -> list[Future[None]]:
+    """Let helping threads run what they can: all, or nothing if there are none."""
+    try:
+        return [_helpers().submit(on_one_core, run) for run in runs]
+    except NoThreadError as error:  # of the first one, as one thread is enough for all
+        _tell_alone(str(error))
+        return []
+
+
 @functools.cache
-def _helpers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(available(), thread_name_prefix="tierstore-update")
+def _helpers() -> Calls:
+    return Calls("tierstore-update", available())
+
+
+@functools.cache
+def _tell_alone(why: str) -> None:
+    """Say so once."""
+    _log.warning("updates go on with one thread: %s", why)
 
 
 if hasattr(os, "register_at_fork"):

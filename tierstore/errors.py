@@ -13,6 +13,7 @@ TierstoreError
 +-- TransferCancelledError              a transfer never began, because one it had to follow failed
 +-- AlignmentError (ValueError)         a direct request whose address, offset or length is not a multiple of 4096
 +-- EngineUnavailableError (ImportError)  the engine asked for cannot run on this machine
++-- NoThreadError (RuntimeError)        a thread could not be started: names it, and the limits to raise
 +-- StoreClosedError (RuntimeError)     use after close()
 |   +-- ForkedStoreError                use in a child process of the one that made the store
 +-- BusyStoreError (RuntimeError)       use in the middle of a run, on the thread that runs
@@ -99,6 +100,10 @@ class AlignmentError(TierstoreError, ValueError):
 
 class EngineUnavailableError(TierstoreError, ImportError):
     """The I/O engine asked for is not installed or cannot run here."""
+
+
+class NoThreadError(TierstoreError, RuntimeError):
+    """A thread that is needed could not be started, as under a limit on processes or on address space."""
 
 
 class StoreClosedError(TierstoreError, RuntimeError):

@@ -8,21 +8,28 @@ nothing in a fork, and is handed to a thread of its own when the garbage collect
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from tierstore.errors import BusyStoreError, ForkedStoreError, StoreClosedError, WrongThreadError
+from tierstore.crew import start
+from tierstore.errors import BusyStoreError, ForkedStoreError, NoThreadError, StoreClosedError, WrongThreadError
 from tierstore.signals import deferred
 from tierstore.tiers import Tier
 from tierstore.transfer import TransferEngine
 
 WORKER_PREFIX = "tierstore-"
 """What the names of all threads of engines and transfers begin with."""
+_left: list[Callable[[], None]] = []
+"""What closes stores that nobody could: their end came on a worker, when there was no other thread to be had."""
+
+_log = logging.getLogger("tierstore.guard")
 
 
 class Guarded:
@@ -34,6 +41,8 @@ class Guarded:
         self._is_running = False
         self._pid = os.getpid()
         self._shut = weakref.finalize(self, _shut, transfer, tiers, self._pid)
+        while _left:
+            _left.pop()()
 
     @property
     def is_closed(self) -> bool:
@@ -153,7 +162,12 @@ def _shut(transfer: TransferEngine, tiers: Sequence[Tier], pid: int) -> None:
     """Give everything back; must not know the store, whose end it may be."""
     if threading.current_thread().name.startswith(WORKER_PREFIX) and pid == os.getpid():
         # the collector ran on a worker, which cannot wait for itself
-        threading.Thread(target=_shut_now, args=(transfer, tiers, pid), name="closing tierstore").start()
+        shut = partial(_shut_now, transfer, tiers, pid)
+        try:
+            start(threading.Thread(target=shut, name="closing tierstore"))
+        except NoThreadError as error:
+            _left.append(shut)
+            _log.warning("a store that was forgotten is closed when the next one is made: %s", error)
     else:
         _shut_now(transfer, tiers, pid)
 

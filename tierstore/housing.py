@@ -170,7 +170,7 @@ class Housing(Guarded):
         for chunk, ticket in begun:
             try:
                 self.setup.transfer.wait_for(ticket, self.setup.timeout_seconds)
-            except TransferError as error:
+            except TierstoreError as error:
                 explained = error if chunk is None else self._traffic.explain(chunk, ticket.route, error)
                 failed = failed or explained
         if failed is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tierstore.crew import start
 from tierstore.device import Device, Event
 from tierstore.errors import StoreClosedError, TierstoreError, TransferError
 from tierstore.tickets import Ticket, as_transfer_error
@@ -50,7 +51,7 @@ class Lane:
         self._is_closed = False
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"tierstore-{name}", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def put(self, copy: Copy) -> None:
         with self._lock:

@@ -54,4 +54,8 @@ class Bar:
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
         self._shown = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
         self._task = self._shown.add_task(self._words, total=self._total_bytes, completed=done_bytes)
-        self._shown.start()
+        try:
+            self._shown.start()
+        except RuntimeError:  # there is no thread to draw it, which ends nobody's save
+            self._shown.stop()
+            self._shown, self._is_wanted = None, False

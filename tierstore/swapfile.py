@@ -18,7 +18,8 @@ import threading
 import weakref
 from pathlib import Path
 
-from tierstore.errors import AlignmentError, DiskFullError, StoreClosedError, SwapError
+from tierstore.crew import start
+from tierstore.errors import AlignmentError, DiskFullError, NoThreadError, StoreClosedError, SwapError
 from tierstore.folders import disk_margin, sized, too_full, unusable, warn_of_folder
 from tierstore.io.base import ALIGNMENT
 from tierstore.pressure import disk_space
@@ -191,8 +192,8 @@ class _Cut:
             if self._thread is not None:
                 return
             thread = threading.Thread(target=self._run, name="tierstore-cut", daemon=True)
-            with contextlib.suppress(RuntimeError):  # of a system that has no more threads to give
-                thread.start()
+            with contextlib.suppress(NoThreadError):
+                start(thread)
                 self._thread = thread
                 return
         self._run()

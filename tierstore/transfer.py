@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 
 from torch import Tensor
 
@@ -86,6 +87,11 @@ class TransferEngine:
         self._ended: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._trace: Trace | None = None
 
+    def prepare(self, tiers: Iterable[Tier]) -> None:
+        """Open the lanes between tiers in memory, which no step is then without. Raises NoThreadError."""
+        for source, destination in permutations([tier.name for tier in tiers if isinstance(tier, MemoryTier)], 2):
+            self._lane(source, destination)
+
     def join(self, io: Engine) -> None:
         """Take an engine for files, where there was none until now."""
         self._io, self._retries = io, Retries(io)
@@ -111,6 +117,7 @@ class TransferEngine:
         """Copy the first `nbytes` of one extent into another, after the transfers `after` and, on a device, `ready`.
 
         The caller guarantees that nobody writes the source, or touches the destination, until the ticket is done.
+        Raises NoThreadError, with nothing begun, for the first copy within a tier in memory.
         """
         ticket = Ticket((source[0].name, destination[0].name), nbytes)
         ticket.when_done(self._ended.put)
@@ -169,8 +176,7 @@ class TransferEngine:
         else:
             assert isinstance(tier, MemoryTier)
             copy = Copy(into, tier.bytes_at(extent, into.numel()), ticket, ready)
-            lane = self._lane(*ticket.route)
-            start = lambda: lane.put(copy)  # noqa: E731
+            start = lambda: self._lane(*ticket.route).put(copy)  # noqa: E731
         _go(ticket, start)
         return ticket
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import tracemalloc
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fakes import PATIENCE_SECONDS, FaultyEngine, HangingEngine
+from tests.fakes import PATIENCE_SECONDS, FaultyEngine, FewThreads, HangingEngine
 from tierstore import TieredAdamW, TieredStore
 from tierstore.build import Parts
 from tierstore.device import HostDevice
@@ -111,8 +112,14 @@ def test_a_second_thread_cannot_step_while_the_first_one_is_in_its_step(tmp_path
     optimizer.close()
 
 
-def test_an_optimizer_forgotten_on_one_of_its_own_workers_is_closed_by_another_thread(tmp_path: Path) -> None:
-    """The collector runs on whatever thread allocates; a worker that closed its own engine would wait for itself."""
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_an_optimizer_forgotten_on_one_of_its_own_workers_is_closed_by_another_thread(
+    has_thread: bool, tmp_path: Path
+) -> None:
+    """The collector runs on whatever thread allocates; a worker that closed its own engine would wait for itself.
+
+    Where no other thread can be had, it is closed when the next store is made.
+    """
     collected = threading.Event()
 
     class CollectingEngine(FaultyEngine):
@@ -145,13 +152,16 @@ def test_an_optimizer_forgotten_on_one_of_its_own_workers_is_closed_by_another_t
         engine.collects = True
         optimizer.store.send_home([chunk for chunk in range(12) if optimizer.store.tier_of(chunk) == "cpu"])
         del optimizer
-        engine.release()
-        assert collected.wait(PATIENCE_SECONDS)
+        with contextlib.nullcontext() if has_thread else FewThreads():
+            engine.release()
+            assert collected.wait(PATIENCE_SECONDS)
     finally:
         gc.enable()
     assert gone() is None
+    if not has_thread:
+        TieredStore(policy=policy(tmp_path)).close()
     for thread in threading.enumerate():
-        if thread.name.startswith(("tierstore-", "closing tierstore")):
+        if thread.name.startswith(("tierstore-io", "closing tierstore")):
             thread.join(PATIENCE_SECONDS)
             assert not thread.is_alive()
 

@@ -21,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes import PATIENCE_SECONDS, RecordingFiles
+from tests.fakes import PATIENCE_SECONDS, FewThreads, RecordingFiles
 from tierstore.checkpoint import Entry, Reader, Writer
 from tierstore.checkpoint.blocks import THREADS, Buffer, Readers, checksum
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.geometry import BLOCK_BYTES, PAGE_BYTES, SINGLE_BYTES, Compression, geometry_for
 from tierstore.checkpoint.tree import Tree
-from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError
+from tierstore.errors import CheckpointFileError, CheckpointValueError, DamagedCheckpointError, NoThreadError
 
 COMPRESSIONS: tuple[Compression, ...] = ("none", "zstd")
 
@@ -236,6 +236,36 @@ def test_an_index_is_read_once_however_many_threads_ask_for_it(tmp_path: Path, m
         monkeypatch.setattr(Tree, "read_range", noted)
         assert bits(load(reader)).equal(bits(values))
     assert len(readers) == 1 and readers[0] is not threading.current_thread()
+
+
+def test_without_a_thread_every_block_is_refused_and_leaving_leaves_nothing(tmp_path: Path) -> None:
+    """A block was taken and never written: its buffer was lost, and whoever left waited for it for ever."""
+    values = random_bits(10 * BLOCK_BYTES // 4, torch.float32)
+    with FewThreads(), Writer(tmp_path / "c", header={}) as writer:
+        writer.add("params", 0, flat_entry(values))
+        for block in values.split(BLOCK_BYTES // 4):  # more than there are buffers
+            with pytest.raises(NoThreadError, match="'tierstore-checkpoint-0' could not be started"):
+                writer.write("params", 0, "exp_avg", 0, block)
+            writer._arrays[("params", 0, "exp_avg")]._begun[0] = False
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("there_are", range(THREADS + 1))
+def test_blocks_are_written_and_read_by_as_many_threads_as_there_are(tmp_path: Path, there_are: int) -> None:
+    """Without any, nothing is written to the reader's memory: a read that was refused once did so after its end."""
+    values = random_bits(10 * BLOCK_BYTES // 4, torch.float32)
+    with FewThreads(max(there_are, 1) + 1):
+        save(tmp_path / "c", values)
+    with Reader(tmp_path / "c") as reader:
+        into = torch.zeros_like(values)
+        with FewThreads(there_are + 1):
+            if there_are == 0:
+                with pytest.raises(NoThreadError):
+                    reader.read("params", 0, "exp_avg", 0, into)
+            else:
+                assert bits(load(reader)).equal(bits(values))
+        assert not into.any()
+        assert bits(load(reader)).equal(bits(values))
 
 
 @pytest.mark.parametrize("block_bytes", [PAGE_BYTES, BLOCK_BYTES, 64 << 20])

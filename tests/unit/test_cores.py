@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fakes import FewThreads
 from tierstore import cores
 from tierstore.kernels import SHARED_ELEMENTS, Manner, update
 from tierstore.rules import Pieces
@@ -58,6 +59,24 @@ def test_an_error_of_a_job_is_raised_when_no_job_runs_any_more(failing: int) -> 
     with pytest.raises(ValueError, match="of a job"):
         cores.side_by_side([fail, run] if failing == 0 else [run, fail])
     assert is_done and torch.get_num_threads() == 2
+
+
+def test_without_a_thread_all_jobs_are_done_here_and_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    cores._helpers.cache_clear()
+    cores._tell_alone.cache_clear()
+    seen: list[tuple[int, threading.Thread]] = []
+
+    def run(number: int) -> None:
+        seen.append((number, threading.current_thread()))
+
+    with FewThreads():
+        for _ in range(2):
+            cores.side_by_side([partial(run, number) for number in range(3)])
+    assert seen == [(number, threading.current_thread()) for number in range(3)] * 2
+    assert caplog.text.count("updates go on with one thread: the thread 'tierstore-update-0' could not be") == 1
+    assert torch.get_num_threads() == 2
+    cores.side_by_side([partial(run, 3), partial(run, 4)])
+    assert {thread for _, thread in seen[-2:]} > {threading.current_thread()}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "do": (
         *(
             "signals",
+            "crew",
             "cores",
             "mapping",
             "device",

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.fakes import FewThreads
 from tierstore import progress
 from tierstore.progress import Bar
 
@@ -30,3 +31,16 @@ def test_a_bar_is_shown_on_a_terminal_alone_and_not_for_what_is_over_soon(
         bar.add(500)
         bar.add(1500)
     assert ("saving it" in stream.getvalue()) == is_shown and bool(stream.getvalue()) == is_shown
+
+
+def test_without_a_thread_to_draw_it_nothing_is_shown_and_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", -1.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with FewThreads() as few, Bar("saving it", 2000) as bar:
+        bar.add(500)
+        bar.add(1500)
+    assert len(few.refused) == 1
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h")  # the cursor is there again
+    assert sys.stderr is stream

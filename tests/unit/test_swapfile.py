@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import PATIENCE_SECONDS
+from tests.fakes import PATIENCE_SECONDS, FewThreads
 from tests.unit.conftest import mounted
 from tierstore import TieredStore, folders, swapfile
 from tierstore.errors import AlignmentError, DiskFullError, PolicyError, StoreClosedError, SwapError
@@ -157,15 +157,10 @@ def test_a_file_is_not_closed_under_who_cuts_it(tmp_path: Path, monkeypatch: pyt
         os.fstat(fd)
 
 
-def test_space_is_given_back_at_once_where_there_is_no_thread(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_given_back_at_once_where_there_is_no_thread(file: SwapFile) -> None:
     """What was begun and never ran was waited for by the next to reserve room, and by who closed the file."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     file.grow(2 * MIB)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with FewThreads():
         file.shrink(MIB)
         assert file.size_bytes == os.fstat(file.fd).st_size == MIB
     file.shrink(4096)

@@ -151,16 +151,15 @@ class Array:
         try:
             self._blocks.check()
             buffer[nbytes : geometry.block_bytes] = 0  # the last block's rest
-            if not geometry.shard_blocks:
-                size = encode(geometry, buffer)
-                self._files.create(f"{self._path}/{self._node.file_of(0)}", buffer[:size].tobytes())
+            if geometry.shard_blocks:
+                self._blocks.submit(lambda filled: self._store(number, filled), buffer)
+                return
+            size = encode(geometry, buffer)
+            self._files.create(f"{self._path}/{self._node.file_of(0)}", buffer[:size].tobytes())
         except BaseException:
             self._blocks.give_back(buffer)
             raise
-        if not geometry.shard_blocks:
-            self._blocks.give_back(buffer)
-        else:
-            self._blocks.submit(lambda filled: self._store(number, filled), buffer)
+        self._blocks.give_back(buffer)
 
     def _store(self, number: int, buffer: Buffer) -> None:
         """Write a block to its shard, on a thread; the last one writes the index."""

@@ -13,7 +13,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import google_crc32c
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from tierstore.checkpoint.documents import ZSTD_LEVEL
 from tierstore.checkpoint.geometry import CHECKSUM_BYTES, PAGE_BYTES, Geometry
 from tierstore.cores import stay_on_one_core
+from tierstore.crew import Calls
 from tierstore.errors import DamagedCheckpointError
 from tierstore.layout import round_up
 from tierstore.mapping import map_host_memory
@@ -45,7 +47,7 @@ class Blocks:
 
     def __init__(self, block_bytes: int) -> None:
         self._free, count = _buffers(block_bytes, 2)
-        self._executor = ThreadPoolExecutor(min(THREADS, count), "tierstore-checkpoint", initializer=stay_on_one_core)
+        self._calls = Calls("tierstore-checkpoint", min(THREADS, count), begin=stay_on_one_core)
         self._under_way = threading.Condition()
         self._count = 0
         self._error: BaseException | None = None
@@ -58,12 +60,15 @@ class Blocks:
         """Let others have a buffer."""
         self._free.put(buffer)
 
-    def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> Future[None]:
-        """Let a thread do `work` with a buffer, which is free afterwards; the future has what it raises."""
-        with self._under_way:  # which the work takes when it is done
-            future = self._executor.submit(self._run, work, buffer)
+    def submit(self, work: Callable[[Buffer], None], buffer: Buffer) -> None:
+        """Let a thread do `work` with a buffer, which is free afterwards; `check` raises what it raises.
+
+        Raises NoThreadError, with the buffer still the caller's, if there is no thread to be had.
+        """
+        done = self._calls.submit(work, buffer)
+        with self._under_way:
             self._count += 1
-        return future
+        done.add_done_callback(partial(self._end, buffer))
 
     def wait(self) -> None:
         """Wait until all work is done."""
@@ -77,19 +82,14 @@ class Blocks:
 
     def close(self) -> None:
         """Wait for the work and end the threads."""
-        self._executor.shutdown()
+        self._calls.shutdown()
 
-    def _run(self, work: Callable[[Buffer], None], buffer: Buffer) -> None:
-        try:
-            work(buffer)
-        except BaseException as error:
-            self._error = self._error or error
-            raise
-        finally:
-            self._free.put(buffer)
-            with self._under_way:
-                self._count -= 1
-                self._under_way.notify_all()
+    def _end(self, buffer: Buffer, done: Future[None]) -> None:
+        self._error = self._error or done.exception()
+        self._free.put(buffer)
+        with self._under_way:
+            self._count -= 1
+            self._under_way.notify_all()
 
 
 class Readers:
@@ -100,12 +100,15 @@ class Readers:
 
     def __init__(self, block_bytes: int) -> None:
         self._free, count = _buffers(block_bytes, 3)
-        self._own = threading.local()
-        self._executor = ThreadPoolExecutor(count - 1, "tierstore-checkpoint", initializer=self._begin)
+        self._own = own = threading.local()
+        self._calls = Calls("tierstore-checkpoint", count - 1, begin=partial(_begin_reading, own, self._free))
 
     def submit(self, work: Callable[[Buffer], None]) -> Future[None]:
-        """Let a thread do `work` with its buffer; the future has what it raises."""
-        return self._executor.submit(self._run, work)
+        """Let a thread do `work` with its buffer; the future has what it raises.
+
+        Raises NoThreadError, with nothing begun, if there is no thread to be had.
+        """
+        return self._calls.submit(self._run, work)
 
     def work_here(self, work: Callable[[Buffer], None]) -> None:
         """Do `work` on this thread, with the buffer that no thread owns. Raises what it raises."""
@@ -117,14 +120,15 @@ class Readers:
 
     def close(self) -> None:
         """Wait for the work and end the threads."""
-        self._executor.shutdown()
-
-    def _begin(self) -> None:
-        stay_on_one_core()
-        self._own.buffer = self._free.get()
+        self._calls.shutdown()
 
     def _run(self, work: Callable[[Buffer], None]) -> None:
         work(self._own.buffer)
+
+
+def _begin_reading(own: threading.local, free: queue.SimpleQueue[Buffer]) -> None:
+    stay_on_one_core()
+    own.buffer = free.get()
 
 
 def _buffers(block_bytes: int, least: int) -> tuple[queue.SimpleQueue[Buffer], int]:

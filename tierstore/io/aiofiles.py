@@ -12,14 +12,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakValueDictionary
 
+from tierstore.crew import Calls, start
 from tierstore.errors import EngineUnavailableError, PolicyError
 from tierstore.io.base import Engine, Kind, Lane, Operation, Request
-from tierstore.io.crew import Crew
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -46,7 +45,11 @@ class AiofilesEngine(Engine):
         self._must_end = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="tierstore-io-loop", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except BaseException:
+            self._loop.close()
+            raise
 
     def submit(self, operation: Operation) -> None:
         """Begin an operation on a buffered file; its `done` tells the end."""
@@ -118,10 +121,11 @@ class AiofilesEngine(Engine):
 
     async def _transfer(self, request: Request, executor: Executor) -> int:
         fd = request.operation.fd
-        async with self._aiofiles.open(fd, "r+b", buffering=0, closefd=False, executor=executor) as file:
-            await file.seek(request.offset)
-            call = file.readinto if request.operation.kind is Kind.READ else file.write
-            count: int | None = await call(request.view)
+        # nothing is to be closed, and leaving it as a context would be done on a thread of the loop's own
+        file = await self._aiofiles.open(fd, "r+b", buffering=0, closefd=False, executor=executor)
+        await file.seek(request.offset)
+        call = file.readinto if request.operation.kind is Kind.READ else file.write
+        count: int | None = await call(request.view)
         return count or 0
 
 
@@ -131,7 +135,8 @@ class _Lane:
     def __init__(
         self, launch: Callable[[Request, _Lane], None], loop: asyncio.AbstractEventLoop, threads: int, depth: int
     ) -> None:
-        self.executor = _Executor(threads)
+        self.executor = Calls("tierstore-io", threads)
+        self.executor.grow()  # now, to know that they can be had
         self.slots = asyncio.Semaphore(depth)
         self.running: set[Request] = set()
         self._launch = launch
@@ -147,37 +152,6 @@ class _Lane:
 
     def close(self) -> None:
         self.executor.shutdown()
-
-
-_Call = tuple[Future[Any], Callable[[], Any]]
-
-
-class _Executor(Executor):
-    """Calls on daemon threads: a process that ends waits for those of the standard library."""
-
-    def __init__(self, threads: int) -> None:
-        self._crew: Crew[_Call] = Crew(self._carry, self._lose, threads, "tierstore-io")
-
-    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._crew.put((future, partial(call, *args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._crew.close(leave=lambda job: False)
-
-    def _carry(self, job: _Call) -> None:
-        future, call = job
-        try:
-            result = call()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    def _lose(self, job: _Call, error: BaseException) -> None:
-        if not job[0].done():
-            job[0].set_exception(error)
 
 
 def _load() -> ModuleType:

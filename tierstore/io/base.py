@@ -98,7 +98,7 @@ class Engine(abc.ABC):
     def prepare(self, path: str) -> None:
         """Open a path's queue, which `submit` does too, if it is to be known beforehand whether that can be.
 
-        Raises EngineUnavailableError.
+        Raises EngineUnavailableError or NoThreadError.
         """
         with self._state:
             self._lane(path)
@@ -106,7 +106,8 @@ class Engine(abc.ABC):
     def submit(self, operation: Operation) -> None:
         """Begin an operation; its `done` tells the end.
 
-        Raises AlignmentError, ValueError or StoreClosedError before anything has happened; `done` is then not called.
+        Raises AlignmentError, ValueError or StoreClosedError, or what `prepare` does, before anything has happened;
+        `done` is then not called.
         """
         _check(operation)
         self._refuse_fork()
@@ -174,7 +175,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def _open_lane(self, path: str) -> Lane:
-        """Make the queue of a path. Raises EngineUnavailableError."""
+        """Make the queue of a path. Raises EngineUnavailableError, or NoThreadError with nothing left of it."""
 
     def _stop(self) -> None:
         """Wait for the engine's threads to end and free what it holds; no request is left but such as were given up."""

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from typing import Any, ClassVar
 
+from tierstore.crew import start
 from tierstore.errors import EngineUnavailableError
 from tierstore.io.base import Engine, Kind, Lane, Request
 
@@ -63,7 +64,12 @@ class _Lane:
         self._must_end = False
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except BaseException:
+            context.close()
+            os.close(self._news)
+            raise
 
     @property
     def is_stuck(self) -> bool:

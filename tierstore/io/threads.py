@@ -11,9 +11,9 @@ import threading
 import time
 from typing import ClassVar
 
+from tierstore.crew import Crew
 from tierstore.errors import EngineUnavailableError
 from tierstore.io.base import Engine, Kind, Lane, Request
-from tierstore.io.crew import Crew
 from tierstore.trace import Detail, Trace
 
 
@@ -38,7 +38,9 @@ class ThreadsEngine(Engine):
         return call(operation.fd, [request.view], request.offset)
 
     def _open_lane(self, path: str) -> Lane:
-        return _Lane(Crew(self._carry, self._lose, self._workers, f"tierstore-io-{len(self._lanes)}"))
+        crew = Crew(self._carry, self._lose, f"tierstore-io-{len(self._lanes)}")
+        crew.grow(self._workers)
+        return _Lane(crew)
 
     def _carry(self, request: Request) -> None:
         """Run one request to its end."""
