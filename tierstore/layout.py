@@ -7,7 +7,7 @@ call on the whole parameter computes. `storage_order` is that order, for everyth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -220,6 +220,27 @@ def _pack(members: Sequence[tuple[int, ParameterSpec]], capacity: int) -> list[l
             start += length
             used = round_up(used + length, PACK_ELEMENTS)
     return filled
+
+
+def slices_of(chunk: Chunk, most_bytes: int) -> Iterator[tuple[int, Chunk]]:
+    """Cut a chunk into slices of at most so many bytes, or CUT_ELEMENTS: the element each begins at, and a chunk of it.
+
+    The fields of a slice's record are parts of the fields of the chunk's. A chunk that is small enough is one slice.
+    """
+    size = max(1, 8 * most_bytes // chunk.cls.element_bits // CUT_ELEMENTS) * CUT_ELEMENTS
+    if chunk.elements <= size:
+        yield 0, chunk
+        return
+    for begin in range(0, chunk.elements, size):
+        end = min(begin + size, chunk.elements)
+        spans = [_within(span, begin, end) for span in chunk.spans if span.offset < end]
+        yield begin, Chunk(chunk.number, chunk.cls, end - begin, tuple(span for span in spans if span.length > 0))
+
+
+def _within(span: Span, begin: int, end: int) -> Span:
+    """What of a span lies between two elements of its chunk, at an element from the first of them on."""
+    first, last = max(span.offset, begin), min(span.offset + span.length, end)
+    return Span(span.parameter, span.group, span.start + first - span.offset, last - first, first - begin)
 
 
 def round_up(value: int, multiple: int) -> int:

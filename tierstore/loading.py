@@ -27,7 +27,7 @@ from tierstore.cores import leaving_one_free
 from tierstore.errors import FailedStepError, StateDictError, TransferError, text_of
 from tierstore.handed import Handed
 from tierstore.held import Held
-from tierstore.layout import Chunk, Span, as_real
+from tierstore.layout import Chunk, Span, as_real, slices_of
 from tierstore.matching import Match, Select, has_state
 from tierstore.members import WithState, survey
 from tierstore.progress import Bar
@@ -37,6 +37,9 @@ from tierstore.scratch import Scratch
 from tierstore.sources import Source, Window
 from tierstore.state_dicts import check_and_wrap
 from tierstore.weights import Restoration
+
+SLICE_BYTES = 8 << 20
+"""Of a chunk, that are read into a buffer at once: a chunk of state in memory may be much larger than one on a disk."""
 
 
 class Load:
@@ -205,7 +208,8 @@ class Filling:
         """
         binding = self._binding
         chunks = binding.chunks_of(self._entries)
-        with ReadAhead(self._fills(chunks, weights), max((chunk.record_bytes for chunk in chunks), default=0)) as ahead:
+        slices = [one for chunk in chunks for _, one in slices_of(chunk, SLICE_BYTES)]
+        with ReadAhead(self._fills(slices, weights), max((one.record_bytes for one in slices), default=0)) as ahead:
             is_whole = all(map(self._is_whole, chunks))
             binding.rewrite(self._entries, partial(self._put, ahead), is_whole=is_whole)
         for position in self._numbers:
@@ -216,13 +220,13 @@ class Filling:
             if not binding.rule.needed and not any(name in entry.fields for name in binding.rule.moments):
                 binding.unbegun.add(position)
 
-    def _fills(self, chunks: Sequence[Chunk], weights: Restoration | None) -> Iterator[Fill]:
+    def _fills(self, slices: Sequence[Chunk], weights: Restoration | None) -> Iterator[Fill]:
         """What fills each buffer; between them weights are asked for, in proportion, so that both end together."""
         parts = 0 if weights is None else weights.parts
         asks = iter(()) if weights is None else weights.ask(self._tell)
-        for number, chunk in enumerate(chunks):
-            yield partial(self._fill, chunk)
-            due = (number + 1) * parts // len(chunks) - number * parts // len(chunks)
+        for number, one in enumerate(slices):
+            yield partial(self._fill, one)
+            due = (number + 1) * parts // len(slices) - number * parts // len(slices)
             for _ in islice(asks, due):
                 pass
 
@@ -231,21 +235,21 @@ class Filling:
         return self._entries.keys() >= set(chunk.parameters)
 
     def _put(self, ahead: ReadAhead, chunk: Chunk, record: Tensor) -> None:
-        """Copy what was read for a chunk into its record; leave what is not loaded as it is."""
-        read = ahead.wait_for_next()
-        if self._is_whole(chunk):
-            record[: chunk.record_bytes].copy_(read[: chunk.record_bytes])
-        else:
-            for span in chunk.spans:
-                if span.parameter in self._entries:
-                    for field in chunk.cls.fields:
-                        chunk.part(record, field.name, span).copy_(chunk.part(read, field.name, span))
-        self._tell(
-            sum(span.length * self._bytes[span.parameter] for span in chunk.spans if span.parameter in self._bytes)
-        )
+        """Copy what was read for a chunk, slice by slice, into its record; leave what is not loaded as it is."""
+        for begin, one in slices_of(chunk, SLICE_BYTES):
+            read = ahead.wait_for_next()
+            loaded = [span for span in one.spans if span.parameter in self._entries]
+            runs = [(0, one.elements)] if self._is_whole(one) else [(span.offset, span.length) for span in loaded]
+            for field in chunk.cls.fields:
+                into, values = chunk.field(record, field.name), one.field(read, field.name)
+                for first, length in runs:
+                    count = field.items(length)
+                    place = into.narrow(0, field.items(begin + first), count)
+                    place.copy_(values.narrow(0, field.items(first), count))
+            self._tell(sum(span.length * self._bytes[span.parameter] for span in loaded))
 
     def _fill(self, chunk: Chunk, record: Tensor) -> list[Window]:
-        """Ask for all of a chunk in a buffer, as a record; on the thread that reads ahead."""
+        """Ask for all of a slice in a buffer, as a record; on the thread that reads ahead."""
         windows: list[Window] = []
         for span in chunk.spans:
             if span.parameter in self._entries:
