@@ -203,6 +203,13 @@ def remove_unused(path: str, files: Files) -> bool:
         lock.release()
 
 
+def check_keep_last(keep_last: object) -> None:
+    """Refuse to keep none, or what is no number. Raises CheckpointValueError."""
+    is_count = isinstance(keep_last, int) and not isinstance(keep_last, bool) and keep_last >= 1
+    if keep_last is not None and not is_count:
+        raise CheckpointValueError(f"keep_last is {keep_last!r}: give a whole number from 1 on, or None to keep all")
+
+
 def prune(target: str, keep_last: int, files: Files) -> list[str]:
     """Remove the oldest complete checkpoints of the series of `target` beyond `keep_last`, never that one itself.
 
