@@ -350,6 +350,7 @@ WRONG_STATE_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a field a word": (_set(*FIRST, "exp_avg", "x"), "exp_avg of parameter 0 is a str"),
     "a field sparse": (_set(*FIRST, "exp_avg", torch.zeros(60, 250).to_sparse()), "exp_avg of parameter 0.*sparse"),
     "a field without values": (_set(*FIRST, "exp_avg", torch.zeros(60, 250, device="meta")), "meta device"),
+    "lr beyond all floats": (_set(*GROUP, "lr", 10**400), r"param_groups\.0\.lr is 10*, not a number"),
     **{
         f"step {step!r}": (_set(*FIRST, "step", step), "step of parameter 0")
         for step in (
