@@ -23,10 +23,11 @@ from tierstore.behind import WriteBehind
 from tierstore.binding import Binding
 from tierstore.capture import SECTION, Capture, Wanted
 from tierstore.checkpoint.entries import Entry
+from tierstore.checkpoint.replacement import check_keep_last
 from tierstore.checkpoint.writer import Writer
 from tierstore.contents import Groups, encode_others, entry_of, names_of, write_header
 from tierstore.cores import leaving_one_free
-from tierstore.errors import CheckpointValueError, ForkedStoreError
+from tierstore.errors import ForkedStoreError
 from tierstore.layout import Field
 from tierstore.members import Member, survey
 from tierstore.policy import IoSettings
@@ -235,12 +236,6 @@ def begin(
         binding.begin_capture(capture, behind)
     _unfinished.add(save)
     return save
-
-
-def check_keep_last(keep_last: int | None) -> None:
-    """Refuse to keep none. Raises CheckpointValueError."""
-    if keep_last is not None and keep_last < 1:
-        raise CheckpointValueError(f"keep_last is {keep_last}: give 1 or more, or None to keep all")
 
 
 def _entries(members: Sequence[Member], names: Mapping[int, str] | None, binding: Binding | None) -> list[Entry]:

@@ -137,4 +137,7 @@ def _is_number(value: Any) -> bool:
     """Whether a value is one real number, and not NaN."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         return False
-    return isinstance(value, Tensor | SupportsFloat) and not math.isnan(float(value))
+    try:
+        return isinstance(value, Tensor | SupportsFloat) and not math.isnan(float(value))
+    except OverflowError:
+        return False

@@ -23,6 +23,8 @@ from tierstore.results import Results
 from tierstore.rules import Rule, step_count
 
 STEP = "step"
+MOST_STEPS = torch.finfo(torch.float32).max
+"""What a step count can hold."""
 
 
 def materialise(binding: Binding, handed: Handed, *, is_partial: bool = False) -> dict[int, dict[str, Any]]:
@@ -162,8 +164,8 @@ def check_state(rule: Rule, parameter: Tensor, name: str, state: Mapping[str, An
     is_number = (
         step.numel() == 1 and not step.is_complex() if isinstance(step, Tensor) else isinstance(step, int | float)
     )
-    if not is_number or not float(step) >= 0:
-        raise StateDictError(f"step of {name} is {step!r}, not one number, zero or more")
+    if not is_number or not 0 <= (step.item() if isinstance(step, Tensor) else step) <= MOST_STEPS:
+        raise StateDictError(f"step of {name} is {step!r}, not one number from zero to {MOST_STEPS:.4g}")
 
 
 def _check_value(parameter: Tensor, what: str, value: object) -> None:

@@ -23,12 +23,13 @@ import numpy as np
 
 from tierstore.capture import SECTION
 from tierstore.checkpoint.entries import Entry
+from tierstore.checkpoint.replacement import check_keep_last
 from tierstore.checkpoint.wholes import folder_of
 from tierstore.checkpoint.writer import Writer
 from tierstore.errors import CheckpointError, CheckpointFileError, CheckpointValueError
 from tierstore.matching import listed
 from tierstore.ranks import Ranks
-from tierstore.saving import Compression, Content, OpenWriter, Path_, Save, begin, check_keep_last
+from tierstore.saving import Compression, Content, OpenWriter, Path_, Save, begin
 from tierstore.weights import SECTION as WEIGHTS
 from tierstore.weights import checksum_of, identity
 

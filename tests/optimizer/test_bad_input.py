@@ -45,6 +45,7 @@ def assert_refused_alike(attempt: Callable[[type[torch.optim.AdamW]], Any]) -> N
 
 # -- construction -----------------------------------------------------------------------------------------------
 
+BEYOND_FLOAT32 = torch.tensor(1e300, dtype=torch.float64)
 NAN = math.nan
 WRONG_OPTIONS: list[dict[str, Any]] = [
     *[{"lr": lr} for lr in (-1.0, -1, NAN, torch.tensor(-1.0), torch.tensor(NAN), torch.zeros(2), torch.zeros(0))],
@@ -349,9 +350,21 @@ WRONG_STATE_DICTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a field a word": (_set(*FIRST, "exp_avg", "x"), "exp_avg of parameter 0 is a str"),
     "a field sparse": (_set(*FIRST, "exp_avg", torch.zeros(60, 250).to_sparse()), "exp_avg of parameter 0.*sparse"),
     "a field without values": (_set(*FIRST, "exp_avg", torch.zeros(60, 250, device="meta")), "meta device"),
+    "lr beyond all floats": (_set(*GROUP, "lr", 10**400), r"param_groups\.0\.lr is 10*, not a number"),
     **{
         f"step {step!r}": (_set(*FIRST, "step", step), "step of parameter 0")
-        for step in ("one", [1.0], torch.zeros(2), torch.tensor(1j), NAN, torch.tensor(NAN), -1)
+        for step in (
+            "one",
+            [1.0],
+            torch.zeros(2),
+            torch.tensor(1j),
+            NAN,
+            torch.tensor(NAN),
+            -1,
+            1e300,
+            10**400,
+            BEYOND_FLOAT32,
+        )
     },
     **{
         f"{option} {value!r}": (_set(*GROUP, option, value), rf"param_groups.0.*{option}")

@@ -682,8 +682,10 @@ class TestFaults:
         _, optimizer = straight(tmp_path, 1)
         with nothing_changes(optimizer), pytest.raises(NoCheckpointError):
             optimizer.load_checkpoint(tmp_path / "none")
-        with pytest.raises(CheckpointValueError, match="keep_last"):
-            optimizer.save_checkpoint(tmp_path / "saved", keep_last=0)
+        for wrong in (0, -1, True, 1.5, "3"):
+            with pytest.raises(CheckpointValueError, match="keep_last"):
+                optimizer.save_checkpoint(tmp_path / "saved", keep_last=wrong)  # type: ignore[arg-type]
+            assert not (tmp_path / "saved").exists()
 
     def test_keep_last_leaves_the_newest(self, tmp_path: Path) -> None:
         _, optimizer = straight(tmp_path, 1)

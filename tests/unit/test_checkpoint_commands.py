@@ -208,6 +208,8 @@ def test_nd_arrays_have_the_tensors_shapes_and_values(tmp_path: Path, capsys: py
         assert isinstance(array, zarr.Array)
         assert torch.as_tensor(array[...]).equal(tensor.float())
         assert group[f"model/{number:06d}"].attrs["name"] == f"t{number}"
+        named = array.metadata.dimension_names or ()  # xarray asks for them
+        assert named == tuple(f"dim_{axis}" for axis in range(tensor.dim()))
     status, _, error = run(capsys, "convert", "--nd", tmp_path / "c", tmp_path / "nd")
     assert status == 2 and "exists" in error
 
@@ -225,3 +227,50 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, capsys: pytest.C
     assert sorted(os.listdir(tmp_path)) == ["c", "folder", "mine", "t.pt"]
     with Reader(tmp_path / "c") as reader:
         assert len(reader.entries("params")) == 1
+
+
+FULL_DISK = {  # what is told: what cannot be done, and why
+    "a mapped copy": ([], 30_000_000, "no room for a mapped copy"),
+    "arrays": (["--nd"], 30_000_000, "the arrays cannot be written: No space left on device"),
+    "a file of torch's": ([], 14_000_000, "the file cannot be written: No space left on device"),  # 53 MiB, in memory
+}
+
+
+@pytest.mark.parametrize(("options", "elements", "words"), FULL_DISK.values(), ids=FULL_DISK)
+def test_a_conversion_onto_a_full_disk_tells_of_it_and_leaves_nothing(
+    small_disk: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    elements: int,
+    words: str,
+) -> None:
+    save(tmp_path / "c", torch.ones(elements))
+    (small_disk / "others").write_bytes(bytes(70 << 20))
+    before = sorted(os.listdir(small_disk))
+    status, _, error = run(capsys, "convert", *options, tmp_path / "c", small_disk / "target")
+    assert status == 2 and words in error and str(small_disk) in error
+    assert sorted(os.listdir(small_disk)) == before
+
+
+def test_arrays_of_a_damaged_checkpoint_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "c", torch.ones(1000), torch.ones(1000))
+    damaged = tmp_path / "c/params/000001/exp_avg/c.0"
+    content = bytearray(damaged.read_bytes())
+    content[100] ^= 1
+    damaged.write_bytes(content)
+    status, _, error = run(capsys, "convert", "--nd", tmp_path / "c", tmp_path / "nd")
+    assert status == 2 and str(damaged) in error
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_only_one_of_two_checkpoints_has_is_told_in_its_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"layer{number}" for number in range(12)]
+    torch.save({name: torch.zeros(1) for name in ["both", *names]}, tmp_path / "one.pt")
+    torch.save({"both": torch.zeros(1)}, tmp_path / "other.pt")
+    for pair in (("one.pt", "other.pt"), ("other.pt", "one.pt")):
+        _, out, _ = run(capsys, "diff", *(tmp_path / name for name in pair))
+        told = [line for line in out.splitlines() if "only in" in line and line.startswith("model/")]
+        assert told == [f"model/{name}: only in {tmp_path}/one.pt" for name in names]

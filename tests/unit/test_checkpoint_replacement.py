@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.unit.test_checkpoint import load, save
 from tierstore.checkpoint import Reader, TorchFile, Writer
 from tierstore.checkpoint.files import Files
 from tierstore.checkpoint.opening import open_checkpoint
+from tierstore.checkpoint.replacement import hold
 from tierstore.errors import (
     CheckpointFileError,
     CheckpointValueError,
@@ -324,3 +327,45 @@ def test_a_folder_that_another_saver_has_removed_before_it_was_locked_is_made_an
     with Reader(tmp_path / "c") as reader:
         assert torch.equal(load(reader), NEW)
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("place", ["before it is locked", "before names change"])
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_what_another_save_prunes_while_it_is_replaced_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, can_exchange: bool
+) -> None:
+    """Two runs that save one series in one folder: neither loses its checkpoint to the other's keep_last."""
+    old = tmp_path / "c"
+    save(old, OLD)
+
+    class PruningFiles(Files):
+        def exchange(self, one: str, other: str) -> bool:
+            if old.exists() and place == "before names change":
+                shutil.rmtree(old)
+            return can_exchange and super().exchange(one, other)
+
+    def held_late(path: str, **options: Any) -> Any:
+        if path == os.fspath(old) and place == "before it is locked":
+            shutil.rmtree(old)
+        return hold(path, **options)
+
+    monkeypatch.setattr("tierstore.checkpoint.replacement.hold", held_late)
+    save(old, NEW, files=PruningFiles())
+    monkeypatch.undo()
+    with Reader(old) as reader:
+        assert load(reader).equal(NEW)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_another_save_prunes_first_does_not_fail_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "step-1", OLD)
+
+    def held_late(path: str, **options: Any) -> Any:
+        if path == f"{tmp_path}/step-1":
+            shutil.rmtree(path)
+        return hold(path, **options)
+
+    monkeypatch.setattr("tierstore.checkpoint.replacement.hold", held_late)
+    with Writer(tmp_path / "step-2", header={}) as writer:
+        writer.commit(keep_last=1)
+    assert os.listdir(tmp_path) == ["step-2"]

@@ -72,35 +72,51 @@ def to_arrays(source: Source, target: str | os.PathLike[str], *, tell: Tell) -> 
     path = resolved(target)
     if os.path.lexists(path):
         raise CheckpointValueError(f"{path} exists: name a new folder")
-    with told(path, "the folder cannot be made", makes=True):
-        os.mkdir(path)
-    group = zarr.create_group(path, attributes={"format": ND_FORMAT, "header": dict(source.header)})
-    for section in SECTIONS:
-        for number, entry in source.entries(section).items():
-            node = group.create_group(f"{section}/{node_name(number)}", attributes=to_attributes(entry))
-            for field in entry.fields:
-                _write_nd(node, source, section, number, field, entry, tell)
+    files = Files()
+    beside = f"{path}.{secrets.token_hex(4)}"
+    files.make_folder(beside)
+    try:
+        with told(path, "the arrays cannot be written", makes=True):
+            group = zarr.create_group(beside, attributes={"format": ND_FORMAT, "header": dict(source.header)})
+            for section in SECTIONS:
+                for number, entry in source.entries(section).items():
+                    node = group.create_group(f"{section}/{node_name(number)}", attributes=to_attributes(entry))
+                    for field in entry.fields:
+                        _write_nd(node, source, section, number, field, entry, tell)
+        files.rename(beside, path)
+    finally:
+        if os.path.lexists(beside):
+            files.remove_tree(beside)
 
 
 def _write_nd(node: Any, source: Source, section: str, number: int, field: str, entry: Entry, tell: Tell) -> None:
-    dtype = entry.fields[field]
+    """Write one array, chunk by chunk: of several at once zarr goes on with the others when one has failed."""
+    dtype, shape = entry.fields[field], entry.shape
+    row = entry.numel // shape[0] if entry.numel and shape else 1
+    rows = max(1, ND_ROWS_BYTES // (row * dtype.itemsize))
+    chunk = (min(rows, shape[0]), *shape[1:]) if shape else ()
     array = node.create_array(
-        field, shape=entry.shape, dtype=str(_native(torch.empty(0, dtype=dtype)).dtype), compressors=None,
-        attributes={"dtype": dtype_name(dtype)},
+        field, shape=shape, chunks=tuple(max(1, size) for size in chunk),
+        dtype=str(_native(torch.empty(0, dtype=dtype)).dtype), compressors=None,
+        attributes={"dtype": dtype_name(dtype)}, dimension_names=[f"dim_{axis}" for axis in range(len(shape))],
     )  # fmt: skip
-    row_major = torch.empty(entry.shape, device="meta").stride()
-    is_row_major = all(s <= 1 or a == b for s, a, b in zip(entry.shape, entry.stride, row_major, strict=True))
-    if not entry.shape or not entry.numel or not is_row_major:
-        if entry.numel:
-            array[...] = _native(shaped(source, section, number, field)).copy()
-        tell(entry.numel * dtype.itemsize)
+    if not entry.numel:
         return
-    row = entry.numel // entry.shape[0]
-    rows = max(1, ND_ROWS_BYTES // (row * dtype.itemsize) // array.chunks[0] * array.chunks[0] or 1)
-    for first in range(0, entry.shape[0], rows):
-        values = torch.empty(min(rows, entry.shape[0] - first) * row, dtype=dtype)
-        source.read(section, number, field, first * row, values)
-        array[first : first + rows] = _native(values.view(-1, *entry.shape[1:]))
+    row_major = torch.empty(shape, device="meta").stride()
+    is_row_major = all(s <= 1 or a == b for s, a, b in zip(shape, entry.stride, row_major, strict=True))
+    if not shape:
+        array[...] = _native(shaped(source, section, number, field))
+        tell(dtype.itemsize)
+        return
+    whole = None if is_row_major else shaped(source, section, number, field)
+    for first in range(0, shape[0], rows):
+        if whole is None:
+            values = torch.empty(min(rows, shape[0] - first) * row, dtype=dtype)
+            source.read(section, number, field, first * row, values)
+            values = values.view(-1, *shape[1:])
+        else:
+            values = whole[first : first + rows]
+        array[first : first + rows] = _native(values)
         tell(values.nbytes)
 
 
@@ -167,7 +183,12 @@ def _write_torch(path: str, content: Any) -> None:
     beside = f"{path}.{secrets.token_hex(4)}"
     try:
         with told(path, "the file cannot be written", makes=True), open(beside, "xb") as file:
-            torch.save(content, file)
+            try:
+                torch.save(content, file)
+            except RuntimeError as error:  # torch's, that the archive has no end, in place of why
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from error
+                raise
         files.sync(beside)
         files.rename(beside, path)
         files.sync(os.path.dirname(path))

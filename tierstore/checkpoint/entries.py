@@ -24,6 +24,7 @@ VALUES = "values"
 """The one field of a tensor that is not a parameter's state."""
 MOST_ELEMENTS = 1 << 48
 MOST_DIMENSIONS = 64
+MOST_STEPS = torch.finfo(torch.float32).max
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 Json = Any
@@ -158,8 +159,8 @@ def _problem(entry: Entry) -> str | None:
     if wrong := [name for name in entry.fields if not (isinstance(name, str) and _FIELD_NAME.fullmatch(name))]:
         return f"{wrong[0]!r} cannot be a field's name: letters, digits and _, at most 64 of them"
     is_number = isinstance(entry.step, int | float) and not isinstance(entry.step, bool)
-    if entry.step is not None and not (is_number and 0 <= entry.step < math.inf):
-        return f"its step is {entry.step!r}, not a number from zero on"
+    if entry.step is not None and not (is_number and 0 <= entry.step <= MOST_STEPS):
+        return f"its step is {entry.step!r}, not a number from zero to {MOST_STEPS:.4g}"
     return None
 
 

@@ -102,10 +102,8 @@ def differences(one: Source, other: Source, tell: Tell) -> Iterator[Difference]:
         yield Difference(*found)
     for section in ("params", "model"):
         left, right = _keyed(one.entries(section), other.entries(section))
-        for key in left.keys() - right.keys():
-            yield Difference(f"{section}/{key}", f"only in {one.path}")
-        for key in right.keys() - left.keys():
-            yield Difference(f"{section}/{key}", f"only in {other.path}")
+        for mine, theirs, path in ((left, right, one.path), (right, left, other.path)):
+            yield from (Difference(f"{section}/{key}", f"only in {path}") for key in mine if key not in theirs)
         for key in left:
             if key in right:
                 yield from _in_entries(f"{section}/{key}", one, other, section, (left[key], right[key]), tell)

@@ -37,6 +37,8 @@ def told(path: str, what: str, *, makes: bool = False) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointFileError:  # which says more of another file
+        raise
     except OSError as error:
         code = error.errno or errno.EIO
         reason = f"{what}: {os.strerror(code)}"

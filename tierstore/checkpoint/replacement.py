@@ -114,8 +114,8 @@ def check_replaceable(target: str) -> None:
     """Refuse to replace what is no checkpoint. Raises CheckpointValueError."""
     if not os.path.lexists(target):
         return
-    is_empty = os.path.isdir(target) and not os.listdir(target)
-    if not is_empty and find_root(target) is None:
+    is_empty = os.path.isdir(target) and not _holds_anything(target)
+    if not is_empty and find_root(target) is None and os.path.lexists(target):
         raise CheckpointValueError(
             f"{target} exists and is no checkpoint of tierstore's, or a damaged one: name another path, or remove it"
         )
@@ -123,20 +123,31 @@ def check_replaceable(target: str) -> None:
 
 def replace(site: Site, files: Files) -> None:
     """Let what was built, and synced, stand at its path; remove what stood there."""
-    parent = os.path.dirname(site.target)
     check_replaceable(site.target)
-    if not os.path.isdir(site.target) or not os.listdir(site.target):
-        files.rename(site.path, site.target)
-        files.sync(parent)
-        return
-    old = hold(site.target, alone=True)  # no new reader; None: one is at it, the next save will remove it
+    while _holds_anything(site.target):
+        old = None
+        try:
+            old = hold(site.target, alone=True)  # no new reader; None: one is at it, the next save will remove it
+            left = _change_names(site, files)
+            if old is not None:
+                files.remove_tree(left)
+            return
+        except NoCheckpointError:
+            if os.path.lexists(site.target):
+                raise  # else another save has pruned it meanwhile
+        finally:
+            if old is not None:
+                old.release()
+    files.rename(site.path, site.target)
+    files.sync(os.path.dirname(site.target))
+
+
+def _holds_anything(path: str) -> bool:
+    """Whether there is a folder with something in it, and stays there long enough to see."""
     try:
-        left = _change_names(site, files)
-        if old is not None:
-            files.remove_tree(left)
-    finally:
-        if old is not None:
-            old.release()
+        return os.path.isdir(path) and bool(os.listdir(path))
+    except FileNotFoundError:
+        return False
 
 
 def _change_names(site: Site, files: Files) -> str:
@@ -203,6 +214,13 @@ def remove_unused(path: str, files: Files) -> bool:
         lock.release()
 
 
+def check_keep_last(keep_last: object) -> None:
+    """Refuse to keep none, or what is no number. Raises CheckpointValueError."""
+    is_count = isinstance(keep_last, int) and not isinstance(keep_last, bool) and keep_last >= 1
+    if keep_last is not None and not is_count:
+        raise CheckpointValueError(f"keep_last is {keep_last!r}: give a whole number from 1 on, or None to keep all")
+
+
 def prune(target: str, keep_last: int, files: Files) -> list[str]:
     """Remove the oldest complete checkpoints of the series of `target` beyond `keep_last`, never that one itself.
 
@@ -239,7 +257,10 @@ def unfinished_beside(target: str) -> Sequence[str]:
 
 
 def _put_out_of_use(path: str, files: Files) -> bool:
-    lock = hold(path, alone=True)
+    try:
+        lock = hold(path, alone=True)
+    except NoCheckpointError:  # another save has removed it meanwhile
+        return False
     if lock is None:
         return False
     try:

@@ -131,7 +131,7 @@ class TorchFile:
             raise DamagedCheckpointError(f"{self.path}: the state of parameter {key} has fields of shapes {shapes}")
         try:
             steps = None if step is None else float(step)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise DamagedCheckpointError(f"{self.path}: the step of parameter {key} is no number ({error})") from error
         entry = _entry(name, first, {field: value.dtype for field, value in fields.items()}, steps, {"group": group})
         self._add("params", key, entry, fields)

@@ -27,7 +27,7 @@ from tierstore.checkpoint.files import Files, resolved, told
 from tierstore.checkpoint.geometry import BLOCK_BYTES, Compression, geometry_for
 from tierstore.checkpoint.kinds import as_bytes
 from tierstore.checkpoint.reader import Reader
-from tierstore.checkpoint.replacement import begin, prune, replace
+from tierstore.checkpoint.replacement import begin, check_keep_last, prune, replace
 from tierstore.checkpoint.root import root_now
 from tierstore.checkpoint.wholes import RANKS, folder_of, unite
 from tierstore.errors import CheckpointError, CheckpointValueError
@@ -148,8 +148,7 @@ class Writer:
         Raises CheckpointValueError if values are missing.
         """
         self._check_open()
-        if keep_last is not None and keep_last < 1:
-            raise CheckpointValueError(f"keep_last is {keep_last}: give 1 or more, or None to keep all")
+        check_keep_last(keep_last)
         self._check_complete()
         self._blocks.wait()
         self._blocks.check()
