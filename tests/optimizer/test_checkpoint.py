@@ -27,7 +27,7 @@ from tests.optimizer.cases import (
     train,
 )
 from tests.optimizer.settings import go_on, network
-from tierstore import checkpoint
+from tierstore import checkpoint, loading
 from tierstore.checkpoint.parts import Part
 from tierstore.checkpoint.reader import Reader, StoredBlocks, Use
 from tierstore.contents import Header
@@ -108,6 +108,15 @@ class Weighted(nn.Module):
         self.weights = nn.ParameterList(parameters)
 
 
+class Named(nn.Module):
+    """The same, with the names `p0`, `p1` and so on."""
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        super().__init__()
+        for number, parameter in enumerate(parameters):
+            self.register_parameter(f"p{number}", parameter)
+
+
 class PatientReader(Reader):
     """Knows, of each tensor of the model that is read on threads, how many readings nobody had waited for by then."""
 
@@ -178,6 +187,30 @@ class TestResuming:
         assert_same_parameters(others, parameters)
         assert_same_saved(another.state_dict(), optimizer.state_dict())
         another.store.check()
+
+    @pytest.mark.parametrize("mode", ["float32", "split", "no master"])
+    @pytest.mark.parametrize("pattern", [None, "*1"])
+    def test_a_large_chunk_is_read_slice_by_slice(
+        self, mode: str, pattern: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """All of it, or what is loaded of it; what others have in it stays."""
+
+        def named(seed: int) -> list[tuple[str, Parameter]]:
+            parameters = seeded((5000,), (70_000,), (333,), dtype=dtype, seed=seed)
+            return [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
+
+        dtype, state = MODES[mode]
+        pairs = named(0), named(1)
+        mine, others = ([parameter for _, parameter in one] for one in pairs)
+        optimizer, another = (made(one, tmp_path, "cpu nvme", chunk=1 << 20, state=state) for one in pairs)
+        train(optimizer, mine, range(2))
+        train(another, others, range(3))
+        optimizer.save_checkpoint(tmp_path / "saved", Named(mine))
+        wanted = another.state_dict()["state"] if pattern else {}
+        wanted = wanted | {key: optimizer.state_dict()["state"][key] for key in ([1] if pattern else range(3))}
+        monkeypatch.setattr(loading, "SLICE_BYTES", 100_000)
+        another.load_checkpoint(tmp_path / "saved", Named(others), params=pattern)
+        assert_same_values(another.state_dict(), {"state": wanted})
 
     @pytest.mark.parametrize("rule", EVERY_RULE)
     def test_every_rule_goes_on_as_it_would_have(self, rule: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tierstore.layout import (
     is_dense,
     make_layout,
     round_up,
+    slices_of,
     storage_order,
 )
 
@@ -124,6 +125,43 @@ def test_a_spans_part_of_a_field_of_bits_is_whole_bytes_of_its_own(lengths: list
             part.fill_(number + 1)
         for number, span in enumerate(chunk.spans):
             assert torch.all(chunk.part(record, "flag", span) == number + 1)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=20),
+    st.sampled_from([FLOAT32, BFLOAT16, ODD, SPLIT]),
+    st.sampled_from([1, 12 * KIB, 40 * KIB, 64 * KIB]),
+)
+def test_slices_are_chunks_of_their_own_that_are_all_of_a_chunk(
+    lengths: list[int], cls: ChunkClass, most_bytes: int
+) -> None:
+    """Each field of a record is what its slices' fields are one after another, and each span what lies in them."""
+    for chunk in make_layout(specs(lengths, cls), 64 * KIB).chunks:
+        record = torch.randint(0, 256, (chunk.record_bytes,), dtype=torch.uint8)
+        found: dict[tuple[str, int], list[Tensor]] = {}
+        expected = 0
+        for begin, one in slices_of(chunk, most_bytes):
+            assert begin == expected and one.cls.bytes_of(one.elements) <= max(most_bytes, cls.bytes_of(CUT_ELEMENTS))
+            expected += one.elements
+            own = torch.zeros(one.record_bytes, dtype=torch.uint8)
+            for field in cls.fields:
+                part = chunk.field(record, field.name)[field.items(begin) :][: field.items(one.elements)]
+                one.field(own, field.name).copy_(part)
+                for span in one.spans:
+                    found.setdefault((field.name, span.parameter), []).append(one.part(own, field.name, span))
+        assert expected == chunk.elements
+        for field in cls.fields:
+            for span in chunk.spans:
+                whole = chunk.part(record, field.name, span)
+                assert torch.equal(
+                    torch.cat(found[field.name, span.parameter]).view(torch.uint8), whole.view(torch.uint8)
+                )
+        starts = {span.parameter: span.start for span in chunk.spans}
+        for _, one in slices_of(chunk, most_bytes):
+            for span in one.spans:
+                assert span.start == starts[span.parameter]
+                starts[span.parameter] += span.length
 
 
 @pytest.mark.parametrize("cls", [FLOAT32, BFLOAT16, ODD])
