@@ -164,7 +164,7 @@ class RawDevice:
 
 
 def request_of(request_bytes: int, nbytes: int) -> int:
-    """Bytes of the requests that are made where `request_bytes` are asked for: whole pages, of which `nbytes` has four."""
+    """Bytes of the requests that are made where `request_bytes` are asked for: whole pages, four in `nbytes`."""
     return max(ALIGNMENT, min(request_bytes, nbytes // 4) // ALIGNMENT * ALIGNMENT)
 
 
