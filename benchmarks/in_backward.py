@@ -267,18 +267,19 @@ def _policy(
 
 def _with_rows_for(work: Work, seconds: float) -> Work:
     """The work with a batch whose backward takes about so long, found by doubling it."""
-    model, _ = work.make()
+    model, batch = work.make()
+    model(batch).backward()  # an accelerator's first one also loads its libraries
     took = 0.0
     while took < seconds and work.rows < MOST_ROWS:
         work = replace(work, rows=work.rows * (1 if took == 0.0 else 2))
         _, batch = replace(work, layers=1).make()
+        model.zero_grad()
         loss = model(batch)
         wait_for_all_work(work.device)
         began = time.perf_counter()
         loss.backward()
         wait_for_all_work(work.device)
         took = time.perf_counter() - began
-        model.zero_grad()
     return work
 
 

@@ -251,7 +251,7 @@ def _checks(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Check]:
         yield Check(claim, "the lesser at most x1.10", seen, min(growth, beside) <= 1.1)
     for tiers in ("cpu", "cpu+nvme"):
         *smaller, largest = by_tiers[tiers]
-        claim = f"{tiers}: Python's share of a step, from {_millions(largest)} elements on"
+        claim = f"{tiers}: Python's share of a step of {_millions(largest)} elements, the most here"
         seen = f"{largest['share']:.1%}; " + ", ".join(f"{_millions(row)} have {row['share']:.0%}" for row in smaller)
         yield Check(claim, "below 5%", seen, largest["share"] < 0.05)
 

@@ -155,7 +155,7 @@ class TestSmoke:
         assert kinds(report) == ["mixed", "fio mixed"] and report.raw[0]["request"] == CHUNK
         tiers = ["cpu", "cpu+nvme", "cpu+nvme, 16KiB"]
         claims = [f"{one}: cost of an element, 4 x state, alone or beside torch's" for one in tiers]
-        claims += [f"{one}: Python's share of a step, from 0.0655 M elements on" for one in tiers[:2]]
+        claims += [f"{one}: Python's share of a step of 0.0655 M elements, the most here" for one in tiers[:2]]
         assert [check.claim for check in report.checks] == claims
         assert all("decides" in check.seen for check in report.checks[:3])
         assert all("; 0.0164 M have" in check.seen for check in report.checks[3:])
