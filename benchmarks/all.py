@@ -34,9 +34,9 @@ class Run:
 RUNS = (
     Run("swap_latency", on_gpu=()),
     Run("step_time", on_gpu=()),
-    Run("in_backward"),
+    Run("in_backward", on_gpu=("--device=cuda",)),
     Run("peers", on_gpu=("--device=cuda",)),
-    Run("arithmetic", takes_folders=False),
+    Run("arithmetic", takes_folders=False, on_gpu=("--device=cuda",)),
     Run("scaling"),
     Run("memory"),
     Run("checkpoint"),

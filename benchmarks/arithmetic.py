@@ -1,7 +1,7 @@
 """The update alone, with all state in memory: ours beside torch's fused and foreach AdamW, interleaved in one run.
 
 Rates are beside torch's fused AdamW on as many float32 parameters. float32 parameters must end with its bits, bfloat16
-ones with those of float32 masters that are stepped by it and cast.
+ones with those of float32 masters that are stepped by it and cast; on an accelerator only ours are compared.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from benchmarks.harness import (
     Check,
     Column,
+    Device,
     Json,
     Plot,
     Quick,
@@ -26,6 +28,7 @@ from benchmarks.harness import (
     Rounds,
     Table,
     command,
+    device_of,
     environment,
     interleave,
     median,
@@ -35,11 +38,17 @@ from benchmarks.harness import (
 from benchmarks.harness.plots import COLOURS, figure
 from benchmarks.harness.training import HandMaster, Steps, verify_bits
 from tierstore import TieredAdamW, TierPolicy
+from tierstore.device import wait_for_all_work
 from tierstore.errors import PolicyError
 
 RATE = 1e-3
 FUSED = "torch fused, fp32"
 BY_HAND = "torch fused, masters by hand"
+WHOLE, SPLIT = "tierstore, bf16", "tierstore, bf16, split"
+VERIFIED = {
+    True: "bits as torch's fused, or as masters stepped by it and cast",
+    False: "bits of split as of float32 masters; float32 is not compared",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +77,21 @@ class Way:
     state: Mapping[str, str] | None = None
 
 
-def ways() -> dict[str, Way]:
-    """All contenders; those that this release does not have are left out."""
-    bf16 = torch.bfloat16
+def ways(device: torch.device) -> dict[str, Way]:
+    """All contenders; those that this release does not have are left out.
+
+    On an accelerator torch's kernel works on other pieces than ours, so that only ours are compared with each other.
+    """
+    bf16, is_on_cpu = torch.bfloat16, device.type == "cpu"
+    tiered = partial(_tiered, device)
+    masters = BY_HAND if is_on_cpu else None
     found = {
         FUSED: Way(torch.float32, lambda p: torch.optim.AdamW(p, lr=RATE, fused=True), None),
         "torch foreach, fp32": Way(torch.float32, lambda p: torch.optim.AdamW(p, lr=RATE, foreach=True), None),
-        "tierstore, fp32": Way(torch.float32, _tiered({}), FUSED),
+        "tierstore, fp32": Way(torch.float32, tiered({}), FUSED if is_on_cpu else None),
         BY_HAND: Way(bf16, lambda p: HandMaster(p, RATE), None),
-        "tierstore, bf16": Way(bf16, _tiered({"state": {"master": "float32"}}), BY_HAND),
-        "tierstore, bf16, split": Way(bf16, _tiered({"state": {"master": "split"}}), BY_HAND, {"master": "split"}),
+        WHOLE: Way(bf16, tiered({"state": {"master": "float32"}}), masters),
+        SPLIT: Way(bf16, tiered({"state": {"master": "split"}}), masters or WHOLE, {"master": "split"}),
     }
     return {name: way for name, way in found.items() if way.state is None or _has(way.state)}
 
@@ -86,7 +100,7 @@ def cases(millions: float, is_quick: bool) -> list[Case]:
     """What is updated."""
     if is_quick:
         return [Case("4 x 4,096", 4, 4096, {}, 1), Case("20 x 100", 20, 100, {}, 1)]
-    large = {"tierstore, fp32": 0.95, "tierstore, bf16": 0.60, "tierstore, bf16, split": 0.45}
+    large = {"tierstore, fp32": 0.95, WHOLE: 0.60, SPLIT: 0.45}
     return [
         Case(f"8 x {millions / 8:g} M", 8, round(millions / 8 * 1e6) // 1024 * 1024, large, 2),
         Case("10,000 x 100", 10_000, 100, {"tierstore, fp32": 1.0}, 2),
@@ -95,12 +109,12 @@ def cases(millions: float, is_quick: bool) -> list[Case]:
     ]
 
 
-def measure(chosen: Sequence[Case], rounds: int) -> Report:
+def measure(chosen: Sequence[Case], rounds: int, device: torch.device) -> Report:
     """Measure all ways in all cases; one case is in memory at a time."""
     rows: list[dict[str, Any]] = []
     verified = 0
     for case in chosen:
-        own, nbytes = _measure_case(case, rounds)
+        own, nbytes = _measure_case(case, rounds, device)
         rows += own
         verified += nbytes
     columns = (
@@ -115,11 +129,11 @@ def measure(chosen: Sequence[Case], rounds: int) -> Report:
     return Report(
         benchmark="arithmetic",
         question="how fast is the update alone, beside torch's?",
-        options={"rounds": rounds, "parameters": chosen[0].total},
-        environment=environment(policy=_policy({})),
+        options={"rounds": rounds, "parameters": chosen[0].total, "device": device.type},
+        environment=environment(policy=_policy(device, {})),
         tables=(table,),
         checks=tuple(_check(row) for row in rows if row["target"] is not None),
-        verified=f"{verified / 1e6:.1f} MB of parameters: bits as torch's fused, or as masters stepped by it and cast",
+        verified=f"{verified / 1e6:.1f} MB of parameters: {VERIFIED[device.type == 'cpu']}",
         notes=(
             "each case is interleaved in one run, the ways in turn; of torch fused: the median of the rounds' ratios",
         ),
@@ -129,32 +143,37 @@ def measure(chosen: Sequence[Case], rounds: int) -> Report:
 def main(
     parameters: Annotated[float, typer.Option(metavar="N", help="Of the large case, in millions.")] = 32.0,
     rounds: Rounds = 7,
+    device: Device = "cpu",
     quick: Quick = False,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
     """How fast is the update alone, beside torch's?"""
-    publish(measure(cases(parameters, quick), 1 if quick else rounds), json=json, is_quick=quick, plot=plot, draw=draw)
+    report = measure(cases(parameters, quick), 1 if quick else rounds, device_of(device))
+    publish(report, json=json, is_quick=quick, plot=plot, draw=draw)
 
 
 class _Stepper:
     """Parameters with gradients, and what updates them."""
 
-    def __init__(self, case: Case, way: Way) -> None:
+    def __init__(self, case: Case, way: Way, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(5)
         values = torch.randn(case.total, generator=generator).view(case.count, case.elements)
-        self.parameters = [nn.Parameter(row.to(way.dtype, copy=True)) for row in values]
+        self.parameters = [nn.Parameter(row.to(device, way.dtype, copy=True)) for row in values]
         values.normal_(generator=generator)
         for parameter, row in zip(self.parameters, values, strict=True):
-            parameter.grad = row.to(way.dtype, copy=True)
+            parameter.grad = row.to(device, way.dtype, copy=True)
         self._optimizer = way.make(self.parameters)
         self._steps = case.steps
+        self._device = device
 
     def run(self) -> float:
         """Seconds of one step."""
+        wait_for_all_work(self._device)
         began = time.perf_counter()
         for _ in range(self._steps):
             self._optimizer.step()
+        wait_for_all_work(self._device)
         return (time.perf_counter() - began) / self._steps
 
     def close(self) -> None:
@@ -163,16 +182,17 @@ class _Stepper:
             self._optimizer.close()
 
 
-def _measure_case(case: Case, rounds: int) -> tuple[list[dict[str, Any]], int]:
+def _measure_case(case: Case, rounds: int, device: torch.device) -> tuple[list[dict[str, Any]], int]:
+    chosen = ways(device)
     with contextlib.ExitStack() as closing:
-        steppers = {name: _Stepper(case, way) for name, way in ways().items()}
+        steppers = {name: _Stepper(case, way, device) for name, way in chosen.items()}
         for stepper in steppers.values():
             closing.callback(stepper.close)
             stepper.run()  # makes the state
         seconds = interleave({name: stepper.run for name, stepper in steppers.items()}, rounds)
         verified = sum(
             verify_bits(f"{name}, {case.name}", steppers[name].parameters, steppers[way.bits_of].parameters)
-            for name, way in ways().items()
+            for name, way in chosen.items()
             if way.bits_of is not None
         )
     rows = [
@@ -182,25 +202,25 @@ def _measure_case(case: Case, rounds: int) -> tuple[list[dict[str, Any]], int]:
             "seconds": median(own),
             "rate": case.total / median(own) / 1e6,
             "of_fused": ratio(seconds[FUSED], own),
-            "target": case.targets.get(name),
+            "target": case.targets.get(name) if device.type == "cpu" else None,
         }
         for name, own in seconds.items()
     ]
     return rows, verified
 
 
-def _policy(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {"tiers": {"cpu": {}}, **settings}
+def _policy(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tiers": {"cpu" if device.type == "cpu" else "gpu": {}}, **settings}
 
 
-def _tiered(settings: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], Steps]:
-    return lambda parameters: TieredAdamW(parameters, lr=RATE, policy=_policy(settings))
+def _tiered(device: torch.device, settings: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], Steps]:
+    return lambda parameters: TieredAdamW(parameters, lr=RATE, policy=_policy(device, settings))
 
 
 def _has(state: Mapping[str, str]) -> bool:
     """Whether this release takes the setting."""
     try:
-        TierPolicy.load(_policy({"state": dict(state)}))
+        TierPolicy.load({"tiers": {"cpu": {}}, "state": dict(state)})
     except PolicyError:
         return False
     return True

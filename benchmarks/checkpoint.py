@@ -48,6 +48,7 @@ from benchmarks.harness import (
     median,
     publish,
     ratio,
+    request_of,
 )
 from benchmarks.harness.plots import Panel, bars
 from benchmarks.harness.training import verify_bits
@@ -222,7 +223,7 @@ def measure(
         options={"parameters": parameters, "layers": LAYERS, "times": TIMES, "steps": STEPS, "rounds": rounds},
         environment=environment(folders, _policy(parameters, folders[0])),
         raw=tuple(
-            {"kind": kind, "request": 8 << 20, "in_flight": 8, "gb_per_s": rates[kind] / 1e9}
+            {"kind": kind, "request": request_of(8 << 20, volume), "in_flight": 8, "gb_per_s": rates[kind] / 1e9}
             for kind in ("write", "read")
         )
         + fio_entries(folders[0], ("write", "read"), 8 << 20, 8, volume),

@@ -20,6 +20,7 @@ import typer
 from benchmarks.harness import (
     Check,
     Column,
+    Device,
     Folders,
     Json,
     Plot,
@@ -31,6 +32,7 @@ from benchmarks.harness import (
     Table,
     bytes_of,
     command,
+    device_of,
     environment,
     fio_entries,
     folders_of,
@@ -38,13 +40,15 @@ from benchmarks.harness import (
     median,
     publish,
     ratio,
+    request_of,
 )
 from benchmarks.harness.plots import Panel, bars
 from benchmarks.harness.training import DTYPES, Contender, Iteration, Work, verify_equal
 from tierstore import TieredAdamW
+from tierstore.device import wait_for_all_work
 
 RATE = 1e-3
-IN_MEMORY = "cpu"
+IN_MEMORY = "in memory"
 ON_THEIR_WAY = 8
 SHARES = (0.0, 0.5)
 UPDATES = ("step", "backward")
@@ -70,23 +74,35 @@ class Row:
 
 
 def measure(
-    work: Work, chunk: int, folders: Sequence[Path], rounds: int, *, iterations: int, rows: int | None, volume: int
+    work: Work,
+    chunk: int,
+    folders: Sequence[Path],
+    rounds: int,
+    *,
+    iterations: int,
+    rows: int | None,
+    volume: int,
+    gpu: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Measure both ways for each share; `rows` None: as many in a batch as make backward long enough."""
+    """Measure both ways for each share; `rows` None: as many in a batch as make backward long enough.
+
+    `gpu`: settings of a gpu tier, which only has what is on its way.
+    """
     contenders: dict[str, Contender] = {}
     chosen = [Row(share, update) for share in SHARES for update in UPDATES]
+    in_memory = {"cpu": {}} if gpu is None else {"gpu": gpu}
     samples: list[Sample] = []
     with contextlib.ExitStack() as closing:
         raw = closing.enter_context(RawDevice(folders, volume))
-        chunks, state_bytes = _chunks_of(work, chunk)
+        chunks, state_bytes = _chunks_of(work, chunk, folders, gpu)
         if rows is None:
             rate = raw.measure("mixed", 8 << 20, 8).rate
             work = _with_rows_for(work, 2 * state_bytes / rate)
         else:
             work = replace(work, rows=rows)
         model, batch = work.make()
-        policies: dict[str, dict[str, Any]] = {IN_MEMORY: {"chunk_size": chunk, "tiers": {"cpu": {}}}}
-        policies |= {row.name: _policy(row, chunk, chunks, folders) for row in chosen}
+        policies: dict[str, dict[str, Any]] = {IN_MEMORY: {"chunk_size": chunk, "tiers": in_memory}}
+        policies |= {row.name: _policy(row, chunk, chunks, folders, gpu) for row in chosen}
         for name, policy in policies.items():
             made = partial(TieredAdamW, lr=RATE, policy=policy)
             contenders[name] = Contender(work, model, batch, lambda m, made=made: made(m.parameters()))  # type: ignore[misc]
@@ -115,14 +131,20 @@ def measure(
         },
         environment=environment(folders, policies[chosen[-1].name]),
         raw=(
-            {"kind": "mixed", "request": 8 << 20, "in_flight": 8, "gb_per_s": figures.raw_rate / 1e9},
+            {
+                "kind": "mixed",
+                "request": request_of(8 << 20, volume),
+                "in_flight": 8,
+                "gb_per_s": figures.raw_rate / 1e9,
+            },
             *fio_entries(folders[0], ("mixed",), 8 << 20, 8, volume),
         ),
         tables=(figures.table(chosen),),
         checks=tuple(figures.checks()),
         verified=f"{verified / 1e6:.1f} MB of parameters, which ended with the same bits, and every raw byte",
         notes=(
-            f"K%: that share of the chunks stays in memory from step to step, which has {ON_THEIR_WAY} extents more",
+            f"K%: that share of the chunks stays in memory from step to step, which has {ON_THEIR_WAY} extents more; "
+            "a gpu tier, if there is one, has as many, and all chunks in the row in memory",
             "I/O: what the raw device takes for the bytes of an iteration; hidden: of what update: step adds to "
             "forward and backward (those of the row in memory), the part that update: backward does not",
         ),
@@ -139,6 +161,7 @@ def main(
         int | None, typer.Option(min=1, help="Rows in a batch; else as many as make backward take as long as the I/O.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the parameters: fp32, bf16 or fp16.")] = "bf16",
+    device: Device = "cpu",
     chunk: Annotated[str, typer.Option(help="Chunk size.")] = "8MiB",
     iterations: Annotated[int, typer.Option(min=1, help="In a row, of each, in each round.")] = 2,
     rounds: Rounds = 3,
@@ -150,10 +173,12 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"allowed: {', '.join(DTYPES)}", param_hint="--dtype")
     layers = max(1, round(parameters * 1e6 / width**2))
-    work = Work(3, 128, 2, DTYPES[dtype]) if quick else Work(layers, width, 8, DTYPES[dtype])
+    where = device_of(device)
+    work = Work(3, 128, 2, DTYPES[dtype], where) if quick else Work(layers, width, 8, DTYPES[dtype], where)
     size, volume = (16 << 10, 64 << 10) if quick else (bytes_of(chunk), 256 << 20)
     rows = rows or (2 if quick else None)
-    report = measure(work, size, folders_of(folder), rounds, iterations=iterations, rows=rows, volume=volume)
+    gpu = None if where.type == "cpu" else {}
+    report = measure(work, size, folders_of(folder), rounds, iterations=iterations, rows=rows, volume=volume, gpu=gpu)
     publish(report, json=json, is_quick=quick, plot=plot, draw=partial(bars, panels=DRAWN))
 
 
@@ -220,33 +245,41 @@ class Figures:
         return [one.whole for one in self.found[name]]
 
 
-def _chunks_of(work: Work, chunk: int) -> tuple[int, int]:
+def _chunks_of(work: Work, chunk: int, folders: Sequence[Path], gpu: Mapping[str, Any] | None) -> tuple[int, int]:
     """How many chunks there are where they cross a file, and their bytes: asked of an optimizer that takes no step."""
     model, _ = work.make()
-    policy = {"chunk_size": chunk, "tiers": {"cpu": {"capacity": 4 * chunk}, "nvme": {}}}
-    with TieredAdamW(model.parameters(), lr=RATE, policy=policy) as optimizer:
+    with TieredAdamW(
+        model.parameters(), lr=RATE, policy=_policy(Row(0.0, "step"), chunk, 0, folders, gpu)
+    ) as optimizer:
         chunks = optimizer.bound()[0].layout.chunks
         return len(chunks), sum(one.record_bytes for one in chunks)
 
 
-def _policy(row: Row, chunk: int, chunks: int, folders: Sequence[Path]) -> dict[str, Any]:
-    capacity = (round(row.share * chunks) + min(ON_THEIR_WAY, max(3, chunks // 8))) * chunk
-    nvme = {"paths": [str(folder) for folder in folders]}
-    return {"chunk_size": chunk, "update": row.update, "tiers": {"cpu": {"capacity": capacity}, "nvme": nvme}}
+def _policy(
+    row: Row, chunk: int, chunks: int, folders: Sequence[Path], gpu: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    passing = min(ON_THEIR_WAY, max(3, chunks // 8))
+    tiers: dict[str, Any] = {} if gpu is None else {"gpu": {**gpu, "capacity": passing * chunk}}
+    tiers["cpu"] = {"capacity": (round(row.share * chunks) + passing) * chunk}
+    tiers["nvme"] = {"paths": [str(folder) for folder in folders]}
+    return {"chunk_size": chunk, "update": row.update, "tiers": tiers}
 
 
 def _with_rows_for(work: Work, seconds: float) -> Work:
     """The work with a batch whose backward takes about so long, found by doubling it."""
-    model, _ = work.make()
+    model, batch = work.make()
+    model(batch).backward()  # an accelerator's first one also loads its libraries
     took = 0.0
     while took < seconds and work.rows < MOST_ROWS:
         work = replace(work, rows=work.rows * (1 if took == 0.0 else 2))
         _, batch = replace(work, layers=1).make()
+        model.zero_grad()
         loss = model(batch)
+        wait_for_all_work(work.device)
         began = time.perf_counter()
         loss.backward()
+        wait_for_all_work(work.device)
         took = time.perf_counter() - began
-        model.zero_grad()
     return work
 
 

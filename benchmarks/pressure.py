@@ -38,6 +38,7 @@ from benchmarks.harness import (
     interleave,
     median,
     publish,
+    request_of,
 )
 from benchmarks.harness.rawdevice import Kind
 from benchmarks.harness.training import Work, verify_bits
@@ -172,7 +173,8 @@ def measure(work: Work, chunk: int, folders: Sequence[Path], rounds: int, volume
         },
         environment={**environment(folders), "policy": {"chunk_size": chunk, "watermarks": [HIGH, LOW]}},
         raw=tuple(
-            {"kind": kind, "request": REQUEST, "in_flight": 8, "gb_per_s": rates[kind] / 1e9} for kind in (*RAW, FIRST)
+            {"kind": kind, "request": request_of(REQUEST, volume), "in_flight": 8, "gb_per_s": rates[kind] / 1e9}
+            for kind in (*RAW, FIRST)
         )
         + fio_entries(folders[0], RAW, REQUEST, 8, volume),
         tables=(

@@ -104,6 +104,8 @@ def measure(chunks: int, passing: int, move: float) -> Report:
         verified=f"in each of {STEPS} steps every chunk was used once, and was where it was used",
         notes=(
             f"extents: K and {passing} more for chunks on their way, all of which an alternating order can keep, too",
+            f"checks of a fixed order count K as the extents less {passing}, of an alternating one as all extents; "
+            "over, in the table, is beside all of them in both",
             f"all but tierstore read {passing} chunks ahead of their use; its plans read as soon as an extent is free",
             f"over: beside max(updates, 2 (M - extents) moves), with moves that take {move:g} of a chunk's update",
         ),

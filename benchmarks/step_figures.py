@@ -83,7 +83,10 @@ class Figures:
             "chunks on their way (fewer where there are few chunks)"
         )
         if self.work.device.type == "cpu":
-            yield "gpu is host memory here, which stands in for an accelerator"
+            yield (
+                "gpu is host memory here, which stands in for an accelerator: its copies take the time of cores that "
+                "update, which is not in the bound, so that what its rows take over it is shown and not tried"
+            )
         yield "gpu+cpu+nvme: a quarter of the chunks stays in each of the two faster tiers"
         yield (
             f"of ideal: beside all state in memory, {self.ideal}; over: time beyond max(bytes / raw rate, step of "

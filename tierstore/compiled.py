@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from tierstore.cores import side_by_side
+from tierstore.masters import combine, write_master
 from tierstore.rules import Pieces
 from tierstore.rules.adam import AdamOptions
+from tierstore.scratch import Scratch
 
 BLOCK = 1024
 """Elements worked on at once, by one thread: their values fit the first cache."""
@@ -150,7 +152,12 @@ def _run(onepass: Any, pieces: Pieces, numbers: AdamWNumbers, check_parameters: 
 
 
 def _has_torchs_bits(onepass: Any) -> bool:
-    """Compare with torch's kernel on values of every size."""
+    """Compare both loops with torch's kernel, with and without decay."""
+    return all(_is_as_torchs(onepass, decay, is_split) for is_split in (False, True) for decay in (0.01, 0.0))
+
+
+def _is_as_torchs(onepass: Any, weight_decay: float, is_split: bool) -> bool:
+    """Compare one loop on values of every size; some masters are half way, and without decay stay so."""
     generator = torch.Generator().manual_seed(0)
     length = 2 * LEAST_ELEMENTS
 
@@ -158,22 +165,29 @@ def _has_torchs_bits(onepass: Any) -> bool:
         exponents = torch.randint(-60, 60, (length,), generator=generator).float()
         return torch.randn(length, generator=generator) * torch.pow(2.0, exponents)
 
-    numbers = AdamWNumbers(1e-3, 0.9, 0.999, 1e-8, 0.01)
+    numbers = AdamWNumbers(1e-3, 0.9, 0.999, 1e-8, weight_decay)
     master, gradient, exp_avg, exp_avg_sq = values(), values().bfloat16(), values(), values().abs()
+    gradient[::7] = exp_avg[::7] = 0.0
+    master.view(torch.int32)[::7] = master.view(torch.int32)[::7] >> 16 << 16 | 0x8000
+    remainder, tie = torch.empty(length, dtype=torch.int16), torch.empty(length // 8, dtype=torch.uint8)
+    write_master(master, remainder, tie, Scratch())
     step = torch.tensor(3.0)
     found = Pieces(
         [master.bfloat16()],
         [gradient],
         {"exp_avg": [exp_avg.clone()], "exp_avg_sq": [exp_avg_sq.clone()]},
-        [master.clone()],
+        [] if is_split else [master.clone()],
         [step],
+        remainders=[remainder] if is_split else [],
+        ties=[tie] if is_split else [],
     )
     _run(onepass, found, numbers, True)
-    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay}
     fused: Any = torch._fused_adamw_
     fused([master], [gradient.float()], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False, maximize=False)
+    masters = found.masters or combine(found.parameters, found.remainders, found.ties, Scratch())
     pairs = [
-        (found.masters[0], master),
+        (masters[0], master),
         (found.moments["exp_avg"][0], exp_avg),
         (found.moments["exp_avg_sq"][0], exp_avg_sq),
     ]

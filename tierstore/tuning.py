@@ -98,7 +98,8 @@ def _request_size(paths: list[PathRates], io: IoSettings) -> Choice:
     measured = ", ".join(f"{bytes_text(size)} {per_second(rate[size])}" for size in rate)
     if cheap:
         return Choice(key, cheap[0], f"the smallest that reads within 5 % of the best rate ({measured})", is_size=True)
-    return Choice(key, max(rate), f"the largest measured, for the least Python per byte ({measured})", is_size=True)
+    why = f"the largest that reads within 5 % of the best rate, for the least Python per byte ({measured})"
+    return Choice(key, fast[-1], why, is_size=True)
 
 
 def _chunk_size(

@@ -5,6 +5,7 @@ defined in `command`, measures, and publishes the report.
 """
 
 from benchmarks.harness.command import (
+    Device,
     Folders,
     Json,
     Plot,
@@ -12,19 +13,21 @@ from benchmarks.harness.command import (
     Rounds,
     bytes_of,
     command,
+    device_of,
     folders_of,
     open_console,
     publish,
 )
 from benchmarks.harness.environment import environment
 from benchmarks.harness.pattern import VerificationError, fill, verify
-from benchmarks.harness.rawdevice import RawDevice, Sample, fio_entries
+from benchmarks.harness.rawdevice import RawDevice, Sample, fio_entries, request_of
 from benchmarks.harness.report import Check, Column, Report, Table
 from benchmarks.harness.rounds import interleave, median, ratio
 
 __all__ = [
     "Check",
     "Column",
+    "Device",
     "Folders",
     "Json",
     "Plot",
@@ -37,6 +40,7 @@ __all__ = [
     "VerificationError",
     "bytes_of",
     "command",
+    "device_of",
     "environment",
     "fill",
     "fio_entries",
@@ -46,5 +50,6 @@ __all__ = [
     "open_console",
     "publish",
     "ratio",
+    "request_of",
     "verify",
 ]

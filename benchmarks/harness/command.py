@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+import torch
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
@@ -23,6 +24,7 @@ from rich.console import Console
 from benchmarks.harness.pattern import VerificationError
 from benchmarks.harness.report import Report
 from benchmarks.harness.show import print_report
+from tierstore.device import present_accelerator
 
 DATED = "dated"
 STDOUT = "-"
@@ -76,6 +78,9 @@ Folders = Annotated[
 ]
 
 
+Device = Annotated[str, typer.Option("--device", help="Where the parameters are: cpu or cuda.")]
+
+
 def folders_of(given: Sequence[Path] | None) -> list[Path]:
     """The folders given, or those of $TIERSTORE_SWAP, or the temporary folder. Raises typer.BadParameter."""
     named = [Path(part) for part in os.environ.get("TIERSTORE_SWAP", "").split(os.pathsep) if part]
@@ -84,6 +89,16 @@ def folders_of(given: Sequence[Path] | None) -> list[Path]:
     if missing:
         raise typer.BadParameter(f"not a folder: {', '.join(missing)}", param_hint="--folder")
     return folders
+
+
+def device_of(name: str) -> torch.device:
+    """Where parameters are to be: the CPU, or the accelerator there is. Raises typer.BadParameter."""
+    found = {"cpu": torch.device("cpu")}
+    if (accelerator := present_accelerator()) is not None:
+        found[accelerator.type] = accelerator
+    if name not in found:
+        raise typer.BadParameter(f"found {name!r}; here there is {', '.join(found)}", param_hint="--device")
+    return found[name]
 
 
 def bytes_of(size: str) -> int:

@@ -94,7 +94,7 @@ class RawDevice:
 
         Raises VerificationError if a block is not on the device, or in memory, as it must be.
         """
-        request = max(ALIGNMENT, min(request_bytes, self._memory.numel() // 4) // ALIGNMENT * ALIGNMENT)
+        request = request_of(request_bytes, self._memory.numel())
         blocks = self._memory.numel() // request
         for number in range(blocks):
             fill(self._block(number, request), number)
@@ -120,7 +120,7 @@ class RawDevice:
 
         Raises VerificationError if a block is not on the device afterwards.
         """
-        request = max(ALIGNMENT, min(request_bytes, self._memory.numel() // 4) // ALIGNMENT * ALIGNMENT)
+        request = request_of(request_bytes, self._memory.numel())
         blocks = range(self._memory.numel() // request)
         for number in blocks:
             fill(self._block(number, request), number)
@@ -163,6 +163,11 @@ class RawDevice:
         return timed(lambda: _in_threads(work, depth, errors), len(jobs) * request, latencies)
 
 
+def request_of(request_bytes: int, nbytes: int) -> int:
+    """Bytes of the requests that are made where `request_bytes` are asked for: whole pages, four in `nbytes`."""
+    return max(ALIGNMENT, min(request_bytes, nbytes // 4) // ALIGNMENT * ALIGNMENT)
+
+
 def timed(work: Callable[[], None], nbytes: int, latencies: list[float]) -> Sample:
     """Run something that moves `nbytes` and appends to `latencies`; measure wall and CPU time of the process."""
     cpu, began = time.process_time(), time.perf_counter()
@@ -178,7 +183,7 @@ def fio_entries(
 
     One that failed has no rate, and stderr says why: minutes of other measurements are not lost for it.
     """
-    request = max(ALIGNMENT, min(request_bytes, nbytes // 4) // ALIGNMENT * ALIGNMENT)
+    request = request_of(request_bytes, nbytes)
     entries: list[dict[str, Any]] = []
     for kind in kinds:
         shape = {"request": request, "in_flight": depth}

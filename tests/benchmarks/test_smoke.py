@@ -41,6 +41,7 @@ from benchmarks.harness import (
     Table,
     VerificationError,
     command,
+    device_of,
     fill,
     fio_entries,
     open_console,
@@ -52,6 +53,7 @@ from benchmarks.harness.rawdevice import RawDevice
 from benchmarks.harness.report import RESULTS
 from benchmarks.harness.routes import Stage
 from benchmarks.harness.show import print_report
+from benchmarks.harness.training import Work
 from benchmarks.retention_model import alternating, belady_hits, hits, play_ours
 from tierstore import calibrate
 from tierstore.build import Parts
@@ -129,16 +131,34 @@ class TestSmoke:
         assert step["io"] > 0 and backward["io"] > 0 and step["of_step"] == 1.0
         assert report.verified.startswith("0.4 MB")  # four contenders beside the one in memory
         assert kinds(report) == ["mixed", "fio mixed"]
+        assert [entry["request"] for entry in report.raw] == [16 << 10] * 2  # 8 MiB do not fit
+
+    def test_updates_in_backward_pass_a_gpu_tier(self, tmp_path: Path) -> None:
+        work = Work(3, 128, 2, torch.bfloat16, torch.device("cpu"))
+        options = {"iterations": 1, "rows": None, "volume": 64 << 10, "gpu": {"device": "cpu"}}
+        report = in_backward.measure(work, CHUNK, [tmp_path], 1, **options)
+        assert list(report.environment["policy"]["tiers"]) == ["gpu", "cpu", "nvme"]
+        assert row(report, 0, tiers="cpu+nvme 50%, backward")["io"] > 0
+        assert report.verified.startswith("0.4 MB")
 
     def test_arithmetic_compares_every_way_with_torch(self, tmp_path: Path) -> None:
-        report = run(arithmetic.main, tmp_path)
+        report = run(arithmetic.main, tmp_path, "--device=cpu")
         assert row(report, 0, case="20 x 100", way=arithmetic.FUSED)["of_fused"] == 1.0
         assert row(report, 0, case="20 x 100", way="tierstore, bf16")["rate"] > 0
+        ours = arithmetic.ways(torch.device("meta"))  # an accelerator's
+        compared = {name: way.bits_of for name, way in ours.items() if way.bits_of is not None}
+        assert compared == {arithmetic.SPLIT: arithmetic.WHOLE}
 
     def test_scaling_has_a_step_without_arithmetic_beside_each_step(self, tmp_path: Path) -> None:
         report = run(scaling.main, tmp_path, f"--folder={tmp_path}")
         assert all(row["python"] > 0 and row["chunks"] > 1 for table in report.tables for row in table.rows)
         assert kinds(report) == ["mixed", "fio mixed"] and report.raw[0]["request"] == CHUNK
+        tiers = ["cpu", "cpu+nvme", "cpu+nvme, 16KiB"]
+        claims = [f"{one}: cost of an element, 4 x state, alone or beside torch's" for one in tiers]
+        claims += [f"{one}: Python's share of a step of 0.0655 M elements, the most here" for one in tiers[:2]]
+        assert [check.claim for check in report.checks] == claims
+        assert all("decides" in check.seen for check in report.checks[:3])
+        assert all("; 0.0164 M have" in check.seen for check in report.checks[3:])
 
     def test_plans_are_true_to_the_byte_and_stand_beside_what_steps_take(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +189,7 @@ class TestSmoke:
         assert [one.holds for one in report.checks[-3:]] == [True] * 3  # memory
         assert report.verified.startswith("4.7 MB")
         assert kinds(report) == ["write", "read", "fio write", "fio read"]
+        assert len({entry["request"] for entry in report.raw}) == 1
         assert set(report.environment["policy"]) == {"chunk_size", "tiers"}
 
     def test_pressure_moves_no_more_than_its_bound_and_leaves_every_bit_as_it_was(
@@ -189,6 +210,20 @@ class TestSmoke:
         assert [row["tiers"] for row in report.tables[2].rows] == list(pressure.EMPTIED)
         assert all(row["written"] > 0 and row["read"] > 0 for row in report.tables[3].rows)
         assert kinds(report) == ["write", "read", "first write", "fio write", "fio read"]
+        assert len({entry["request"] for entry in report.raw}) == 1
+
+    def test_a_device_that_is_not_there_is_told(self) -> None:
+        assert device_of("cpu") == torch.device("cpu")
+        with pytest.raises(BadParameter, match="found 'tpu'; here there is cpu"):
+            device_of("tpu")
+
+    def test_one_run_has_all_gpu_figures(self) -> None:
+        """Updates in backward and arithmetic were left out."""
+        named = {run.name for run in all_.RUNS if run.on_gpu is not None}
+        assert named == {"swap_latency", "step_time", "in_backward", "peers", "arithmetic"}
+        for run in all_.RUNS:
+            if run.on_gpu:
+                assert run.on_gpu == ("--device=cuda",)
 
 
 class TestPlots:

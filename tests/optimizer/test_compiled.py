@@ -114,6 +114,25 @@ def test_what_the_pass_does_not_compute_is_left_to_torch(options: dict[str, Any]
     assert compiled.single_pass(optimizer.rule.options(optimizer.param_groups[0]), whole) is None
 
 
+@needs_numba
+@pytest.mark.parametrize("argument", [0, 2, 3, 4, 5])  # parameter, moments, remainder, tie
+def test_a_split_loop_with_other_bits_is_not_used(argument: int) -> None:
+    """Only the loop for whole masters was tried."""
+    from tierstore import onepass
+
+    class Other:
+        update_whole = staticmethod(onepass.update_whole)
+
+        @staticmethod
+        def update_split(*given: Any) -> bool:
+            is_any = bool(onepass.update_split(*given))
+            given[argument].view("uint8")[:] ^= 1
+            return is_any
+
+    assert not compiled._has_torchs_bits(Other)
+    assert compiled._has_torchs_bits(onepass)
+
+
 def test_code_with_other_bits_is_not_used() -> None:
     class Other:
         @staticmethod

@@ -70,11 +70,31 @@ def test_as_many_threads_as_requests_and_none_for_libaio() -> None:
         (2e8, 0.9, 2 * MIB),
         (2 * GB, 1.0, 4 * MIB),  # 30 us are 2 % of 1.5 ms, in which 3 MiB go over
         (4 * GB, 1.0, 8 * MIB),
-        (40 * GB, 1.0, 8 * MIB),  # none is large enough: the largest measured
+        (40 * GB, 1.0, 8 * MIB),  # none is large enough: the largest that is fast
     ],
 )
 def test_request_is_the_smallest_that_is_fast_and_cheap(rate: float, small: float, size: int) -> None:
     assert tuned(path(rate, small=small)).request_size.value == size
+
+
+@pytest.mark.parametrize(
+    ("rates", "size"),
+    [
+        ([[2.40, 2.35, 2.20, 2.04]], 2 * MIB),
+        ([[2.40, 2.10, 2.04, 2.04]], 512 * KIB),
+        ([[3.00, 4.09, 2.86, 2.80], [3.00, 4.08, 2.85, 2.80]], 2 * MIB),
+        ([[9.00, 9.00, 9.10, 8.70]], 8 * MIB),
+    ],
+)
+def test_a_slower_request_is_not_taken_for_its_python(rates: list[list[float]], size: int) -> None:
+    """Where no size was both fast and cheap, the largest was taken: 8 MiB at 2.04 GB/s beside 512 KiB at 2.40."""
+    paths = [
+        PathRates(1e-4, GB, GB, tuple(SizeRates(one, 1e-3, rate * GB) for one, rate in zip(SIZES, own, strict=True)))
+        for own in rates
+    ]
+    chosen = tuned(*paths).request_size
+    assert chosen.value == size
+    assert chosen.why.startswith("the largest that reads within 5 % of the best rate, for the least Python")
 
 
 def test_only_sizes_that_all_paths_know_are_compared() -> None:
