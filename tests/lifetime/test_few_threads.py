@@ -32,8 +32,10 @@ EVERY_FAILURE = pytest.mark.parametrize("for_good", [False, True], ids=["one sta
 def tried(few: FewThreads, work: Callable[[], object]) -> NoThreadError | None:
     """Do work with few threads, which must not hang; return the error by which it says that there was none."""
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    are_few = threading.Event()
 
     def run() -> None:
+        are_few.wait()
         try:
             work()
         except BaseException as error:
@@ -44,6 +46,7 @@ def tried(few: FewThreads, work: Callable[[], object]) -> NoThreadError | None:
     worker = threading.Thread(target=run, daemon=True)
     worker.start()
     with few:
+        are_few.set()
         error = outcome.get(timeout=PATIENCE_SECONDS)
     worker.join()
     if error is not None and not isinstance(error, NoThreadError):
