@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -369,3 +370,18 @@ def test_what_another_save_prunes_first_does_not_fail_this_one(tmp_path: Path, m
     with Writer(tmp_path / "step-2", header={}) as writer:
         writer.commit(keep_last=1)
     assert os.listdir(tmp_path) == ["step-2"]
+
+
+@pytest.mark.parametrize("of", [int, np.int64, np.uint8])
+def test_keep_last_may_be_any_whole_number(of: Callable[[int], int], tmp_path: Path) -> None:
+    """One that numpy counted was refused as no whole number."""
+    for number in range(4):
+        with Writer(tmp_path / f"step-{number}", header={}) as writer:
+            writer.commit(keep_last=of(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize("none", [np.int64(0), np.bool_(True), np.float64(2), 0, True, 2.0])
+def test_keep_last_of_none_or_of_what_is_no_whole_number_is_refused(none: Any, tmp_path: Path) -> None:
+    with Writer(tmp_path / "step-0", header={}) as writer, pytest.raises(CheckpointValueError, match="whole number"):
+        writer.commit(keep_last=none)

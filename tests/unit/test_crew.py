@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
+import signal
 import threading
 from concurrent.futures import CancelledError, wait
 
@@ -109,3 +111,32 @@ def test_after_the_end_a_call_is_refused_and_no_thread_begun() -> None:
     with pytest.raises(RuntimeError, match="told to end"):
         calls.submit(int).result(PATIENCE_SECONDS)
     assert ended("over")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_ctrl_c_while_a_thread_begins_leaves_none_that_nobody_knows(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An uncounted thread took the word by which a counted one was to end, and `shutdown` waited for that for ever."""
+    calls, may_end, starts = Calls("interrupted", 3), threading.Event(), itertools.count(1)
+    really = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        really(thread)
+        if next(starts) == at:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    made, interrupts = [], 0
+    for _ in range(9):
+        try:
+            made.append(calls.submit(may_end.wait, PATIENCE_SECONDS))
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1
+    assert sum(thread.name.startswith("interrupted-") for thread in threading.enumerate()) == 3
+    may_end.set()
+    assert all(one.result() for one in made)
+    ending = threading.Thread(target=calls.shutdown, daemon=True)
+    really(ending)
+    ending.join(PATIENCE_SECONDS)
+    assert not ending.is_alive()
+    assert ended("interrupted")

@@ -35,12 +35,8 @@ from tierstore.checkpoint.replacement import recover, unfinished_beside
 from tierstore.checkpoint.root import MOST_METADATA_BYTES, Root, parse_root
 from tierstore.checkpoint.tree import Tree
 from tierstore.checkpoint.wholes import RANKS, folder_of, unite
-from tierstore.errors import (
-    CheckpointValueError,
-    DamagedCheckpointError,
-    IncompleteCheckpointError,
-    NoCheckpointError,
-)
+from tierstore.errors import CheckpointValueError, DamagedCheckpointError, IncompleteCheckpointError, NoCheckpointError
+from tierstore.signals import deferred
 
 _NODE = re.compile(r"(?P<section>[a-z]+)(/(?P<number>[0-9]{6,12})(/(?P<field>[A-Za-z_][A-Za-z0-9_]{0,63}))?)?")
 _MISSING = 2**64 - 1
@@ -204,8 +200,9 @@ class Reader:
             return
         under_way: list[Future[None]] = []
         try:
-            for number in (first, *others):
-                under_way.append(self._begin(name, number, partial(_copy, geometry, number, start, target)))
+            with deferred():  # none begins that is not noted
+                for number in (first, *others):
+                    under_way.append(self._begin(name, number, partial(_copy, geometry, number, start, target)))
             for reading in under_way:
                 reading.result()
         finally:

@@ -18,6 +18,7 @@ import stat
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from tierstore.checkpoint.files import Files, told
 from tierstore.checkpoint.root import find_root
@@ -216,7 +217,7 @@ def remove_unused(path: str, files: Files) -> bool:
 
 def check_keep_last(keep_last: object) -> None:
     """Refuse to keep none, or what is no number. Raises CheckpointValueError."""
-    is_count = isinstance(keep_last, int) and not isinstance(keep_last, bool) and keep_last >= 1
+    is_count = isinstance(keep_last, Integral) and not isinstance(keep_last, bool) and int(keep_last) >= 1
     if keep_last is not None and not is_count:
         raise CheckpointValueError(f"keep_last is {keep_last!r}: give a whole number from 1 on, or None to keep all")
 
