@@ -97,7 +97,8 @@ class Crew(Generic[Job]):
     @property
     def unfinished(self) -> int:
         """How many jobs wait or are carried."""
-        return len(self._waiting) + len(self._carried)
+        with self._lock:  # a job that is being taken is in both
+            return len(self._waiting) + len(self._carried)
 
     def carried(self) -> list[Job | None]:
         """What each worker is at; None for one that waits for a job."""
@@ -107,8 +108,7 @@ class Crew(Generic[Job]):
     def end(self) -> None:
         """Let the threads end once nothing waits any more, and wait for none. For who knows that no job comes."""
         self._must_end = True  # without the lock, which the thread may hold that the collector runs on
-        for _ in self._threads:
-            self._news.put(None)  # whoever gets one when nothing waits any more ends
+        self._news.put(None)  # each hands it on, also one whose start was interrupted, which nobody knows of
 
     def close(self, *, leave: Callable[[Job], bool]) -> None:
         """Carry what waits, and end; a worker whose job is to be left ends by itself, if ever."""
@@ -135,6 +135,8 @@ class Crew(Generic[Job]):
         worker = threading.current_thread()
         self._carried.pop(worker, None)
         self._news.get()
+        if self._must_end:
+            self._news.put(None)
         with self._lock:
             if not self._waiting:
                 return not self._must_end
@@ -209,5 +211,12 @@ def _carry_call(job: _Call) -> None:
 
 
 def _lose_call(job: _Call, error: BaseException) -> None:
-    if not job[0].done():
-        job[0].set_exception(error)
+    future, _ = job
+    if future.running():
+        future.set_exception(error)
+    elif not future.done() or future.cancelled():  # who waits for one that was taken back waits until that is told
+        _carry_call((future, partial(_raise, error)))
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tierstore.binding import Binding
+from tierstore.checkpoint.entries import MOST_STEPS
 from tierstore.errors import PartialStateWarning, StateDictError, TransferError
 from tierstore.guard import in_plain_torch
 from tierstore.handed import Handed, shaped
@@ -23,8 +24,6 @@ from tierstore.results import Results
 from tierstore.rules import Rule, step_count
 
 STEP = "step"
-MOST_STEPS = torch.finfo(torch.float32).max
-"""What a step count can hold."""
 
 
 def materialise(binding: Binding, handed: Handed, *, is_partial: bool = False) -> dict[int, dict[str, Any]]:

@@ -103,6 +103,46 @@ def test_threads_end_with_who_had_them() -> None:
     assert ended("forgotten")
 
 
+def test_a_thread_whose_start_was_interrupted_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl+C while a thread begins: nobody knows of it, and it once took the word to end that was another's."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        thread_start(thread)
+        raise KeyboardInterrupt
+
+    thread_start = threading.Thread.start
+    calls = Calls("interrupted", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calls.grow()
+    calls.grow()
+    closing = threading.Thread(target=calls.shutdown, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_SECONDS)
+    assert not closing.is_alive()
+    assert ended("interrupted")
+
+
+def test_where_no_thread_could_go_on_calls_fail_and_those_taken_back_are_told_so() -> None:
+    """Who waits for a call that was taken back waits until that is told."""
+    may_fail = threading.Event()
+
+    def fail() -> None:
+        may_fail.wait(PATIENCE_SECONDS)
+        raise OSError("no buffer")
+
+    calls = Calls("failing", 1, begin=fail)
+    made = [calls.submit(int), calls.submit(int)]
+    assert made[0].cancel()
+    may_fail.set()
+    assert not wait(made, PATIENCE_SECONDS).not_done
+    assert made[0].cancelled()
+    with pytest.raises(OSError, match="no buffer"):
+        made[1].result()
+    calls.shutdown()
+
+
 def test_after_the_end_a_call_is_refused_and_no_thread_begun() -> None:
     calls = Calls("over", 2)
     calls.submit(int).result()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -176,6 +178,23 @@ def test_bits_are_handed_to_whoever_takes_them_as_often_as_blocks_cut_them(saved
             window.wait()
     assert len(taken) == len(windows) == 4
     assert torch.equal(torch.cat([taken[start] for start in sorted(taken)]), values("exp_avg", 999, ELEMENTS - 999))
+
+
+def test_a_filesystem_that_takes_no_advice_is_read_all_the_same(
+    saved: Path, results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    def refuse(fd: int, offset: int, nbytes: int, advice: int) -> None:
+        refused.append(advice)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    part, into = Part.all_of((ELEMENTS,), (1,)), torch.full((ELEMENTS,), -1.0)
+    with Reader(saved) as reader:
+        Source(reader, results).read("params", 0, "exp_avg", part, 0, into)
+    assert torch.equal(into, values("exp_avg", 0, ELEMENTS))
+    assert set(refused) == {os.POSIX_FADV_WILLNEED}
 
 
 def test_small_tensors_are_read_at_once_by_whoever_asks(tmp_path: Path, results: Results) -> None:

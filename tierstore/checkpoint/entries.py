@@ -25,6 +25,7 @@ VALUES = "values"
 MOST_ELEMENTS = 1 << 48
 MOST_DIMENSIONS = 64
 MOST_STEPS = torch.finfo(torch.float32).max
+"""What a step count, a float32, can hold."""
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 Json = Any

@@ -96,7 +96,8 @@ class Tree:
         with self._told(name, "the file cannot be read"):
             fd = self._open(name, 0)
             try:
-                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+                with contextlib.suppress(OSError):  # a filesystem may not take advice: then nothing is read beforehand
+                    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(fd)
 
