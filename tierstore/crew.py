@@ -69,7 +69,7 @@ class Crew(Generic[Job]):
         """Have so many threads, or, with a warning, as many as can be started. Raises NoThreadError if that is none."""
         if len(self._threads) >= workers or self._is_short:
             return
-        with deferred(), self._lock:  # a thread that Ctrl-C left uncounted would take what another is to end by
+        with deferred(), self._lock:  # Ctrl-C leaves no thread that `close` does not know
             while len(self._threads) < workers and not self._is_short and not self._must_end:
                 worker = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 try:

@@ -233,8 +233,8 @@ def slices_of(chunk: Chunk, most_bytes: int) -> Iterator[tuple[int, Chunk]]:
         return
     for begin in range(0, chunk.elements, size):
         end = min(begin + size, chunk.elements)
-        spans = [_within(span, begin, end) for span in chunk.spans if span.offset < end]
-        yield begin, Chunk(chunk.number, chunk.cls, end - begin, tuple(span for span in spans if span.length > 0))
+        own = (span for span in chunk.spans if span.offset < end and begin < span.offset + span.length)
+        yield begin, Chunk(chunk.number, chunk.cls, end - begin, tuple(_within(span, begin, end) for span in own))
 
 
 def _within(span: Span, begin: int, end: int) -> Span:

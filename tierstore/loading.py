@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,8 @@ from tierstore.weights import Restoration
 
 SLICE_BYTES = 8 << 20
 """Of a chunk, that are read into a buffer at once: a chunk of state in memory may be much larger than one on a disk."""
+
+_Slices = Sequence[tuple[int, Chunk]]
 
 
 class Load:
@@ -208,10 +210,11 @@ class Filling:
         """
         binding = self._binding
         chunks = binding.chunks_of(self._entries)
-        slices = [one for chunk in chunks for _, one in slices_of(chunk, SLICE_BYTES)]
+        slices_by_chunk = {chunk.number: list(slices_of(chunk, SLICE_BYTES)) for chunk in chunks}
+        slices = [one for its_slices in slices_by_chunk.values() for _, one in its_slices]
         with ReadAhead(self._fills(slices, weights), max((one.record_bytes for one in slices), default=0)) as ahead:
             is_whole = all(map(self._is_whole, chunks))
-            binding.rewrite(self._entries, partial(self._put, ahead), is_whole=is_whole)
+            binding.rewrite(self._entries, partial(self._put, ahead, slices_by_chunk), is_whole=is_whole)
         for position in self._numbers:
             binding.unbegun.discard(position)
             binding.steps.pop(position, None)
@@ -234,9 +237,9 @@ class Filling:
         """Whether all that is in a chunk is loaded."""
         return self._entries.keys() >= set(chunk.parameters)
 
-    def _put(self, ahead: ReadAhead, chunk: Chunk, record: Tensor) -> None:
+    def _put(self, ahead: ReadAhead, slices: Mapping[int, _Slices], chunk: Chunk, record: Tensor) -> None:
         """Copy what was read for a chunk, slice by slice, into its record; leave what is not loaded as it is."""
-        for begin, one in slices_of(chunk, SLICE_BYTES):
+        for begin, one in slices[chunk.number]:
             read = ahead.wait_for_next()
             loaded = [span for span in one.spans if span.parameter in self._entries]
             runs = [(0, one.elements)] if self._is_whole(one) else [(span.offset, span.length) for span in loaded]
